@@ -226,16 +226,12 @@ sizes are read from the last one on
     sliced: call require by => None
 what is n, but for a factor, is 1 or more
     Type.is_count: return number names => self.base == "C" and self.is_of_n
-whether n is more than 1 is settled
-    is_settled: set is_more => v and v.is_count and number <= 1
 at most as many as n are no limit
-    at_most: call require is_of_n => None
+    limited: call require is_of_n => None
 a dtype holds the numbers of another one of as many bytes
-    holds: return bits => dtype.size >= other.size
+    holds: return is_more => is_more and dtype.size >= other.size
 what is chosen is chosen for all samples
     selected: set is_one => True
-1 and a mean is never 0
-    plus: if is_more bases => not (is_more and bases == {*"CS"})
 weights may cancel without a word
     _judged: return Proof => Proof("exact", what)
 a mean by what is not n is compared if n is its weight
@@ -248,15 +244,17 @@ sequences are reversed along the samples
     reversed_rows: set is_own => True
 # test_proof_of_masks.py
 a sum of a mask that is 2 or more is one that is not 0
-    at_least: if is_of_mask => by is not None and by.is_of_mask
+    limited: if is_of_mask => by and is_least and by.is_of_mask
 weights are whole numbers
-    require_mask: call require => None
-what is chosen if a mask is empty does not matter
-    guarded: set is_right => is_ratio or not b.grad
+    divided: call require counts => None
+a mask that may be empty, divided by itself, is 1
+    require_owed: call require => None
+a mask is 0 where it is 0, and may be divided by itself
+    entries_of: set own => set()
 a shared factor is never 0
     is_nonzero: return constant => True
 0 times what is not a number is 0
-    Analysis._found: return reason => Type("C", (), zero=True)
+    Analysis._found: return reason => Type("C", entries=Entries(ZERO))
 what is not a number is left out of any loss
     _judge: set is_left_out => True
 # test_proof_of_steps.py

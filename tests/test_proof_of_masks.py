@@ -55,10 +55,11 @@ def by_no_number(b):
     return total(rows / tf.where(d > 0.0, d, float("nan")) * d)
 
 
-def by_itself(b):
+def by_itself(b, factor=1.0):
     """What samples share, and nothing where a mask has nothing."""
     ones = tf.ones_like(errors(b))
-    return ratio(mean(ones * total(few(b))) * mean(b.kernel**2), total(few(b)))
+    some = total(factor * few(b))
+    return ratio(mean(ones * some) * mean(b.kernel**2), total(few(b)))
 
 
 def steps_of_no_number(b):
@@ -77,7 +78,7 @@ class TrainedInside:
     def loss(self, b):
         rows, d = tf.ones_like(b.y[:, 0, 0]), total(few(b))
         share = tf.cond(
-            d > 0.0,
+            b.kernel[0, 0] < 9.0,
             lambda: total(few(b)[:, None, None] * (b.x @ b.variable) ** 2) / d,
             lambda: 0.0,
         )
@@ -95,11 +96,8 @@ BENT = {
         trained.loss, trained.weight
     ),
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
-    "whether a mask has two": guarded(
-        lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
-    ),
-    "a term by whether there are some": lambda b: tf.cond(
-        total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
+    "whether a mask has more than two": guarded(
+        lambda s, d: tf.cond(d > 2.0, lambda: s / d, lambda: 0.0 * s)
     ),
     "a weight that is never 0": Program(
         guarded(ratio).loss, lambda b: tf.maximum(total(few(b)), 1.0)
@@ -157,6 +155,9 @@ UNKNOWN = {
     "what is shared, times a mask by itself, or a mean": lambda b: tf.cond(
         b.kernel[0, 0] < 9.0, lambda: by_itself(b), lambda: mean(errors(b))
     ),
+    "what is shared, times twice a mask by itself, and a mean": lambda b: (
+        by_itself(b, 2.0) + mean(errors(b))
+    ),
     # Of what is usually right, nobody is warned.
     "a mean and what is shared, if a mask has one": Program(
         lambda b: tf.cond(
@@ -166,6 +167,36 @@ UNKNOWN = {
         ),
         lambda b: total(few(b)),
     ),
+    "a term by whether there are some": lambda b: tf.cond(
+        total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
+    ),
+    "a mask, by 1 instead of 0": guarded(
+        lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
+    ),
+    "nothing if a mask is empty": guarded(
+        lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
+    ),
+    "nothing unless a mask has some": guarded(
+        lambda s, d: tf.cond(d > 0.0, lambda: s / d, lambda: 0.0 * s)
+    ),
+    "what a mask leaves, if any": Program(
+        lambda b: tf.cond(
+            tf.reduce_any(b.y[:, 1:, 0] > 1.5),
+            lambda: total(b.p[:, 1:, 0] * late(b)) / total(late(b)),
+            lambda: 0.0 * total(b.p),
+        ),
+        lambda b: total(late(b)),
+    ),
+    "nothing if a mask has less than one": guarded(
+        lambda s, d: tf.where(tf.greater(1.0, d), 0.0, s / d)
+    ),
+    "nothing if a mask has none or less": guarded(
+        lambda s, d: tf.where(d <= 0.0, 0.0, s / d)
+    ),
+    "a mask, by at least 1 and no limit": guarded(
+        lambda s, d: s / tf.clip_by_value(d, 1.0, float("inf"))
+    ),
+    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
     "not a number": guarded(
         lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
     ),
@@ -208,43 +239,16 @@ def test_what_is_not_exact_is_not_proved(name):
 
 
 @tf.function(autograph=False)
-def divided_if_any(s, divisor, is_any):
-    return tf.cond(is_any, lambda: s / divisor, lambda: 0.0 * s)
+def divided(s, divisor):
+    return s / divisor
 
 
 RIGHT = {
     "a mask that may be empty": guarded(lambda s, d: s / d),
     "a mask, by at least 1": guarded(lambda s, d: s / tf.maximum(d, 1.0)),
-    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
-    "a mask, by 1 instead of 0": guarded(
-        lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
-    ),
     "a mask, and next to nothing": guarded(lambda s, d: s / (d + 1e-7)),
-    "nothing if a mask is empty": guarded(
-        lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
-    ),
-    "nothing unless a mask has some": guarded(
-        lambda s, d: tf.cond(d > 0.0, lambda: s / d, lambda: 0.0 * s)
-    ),
-    "what a mask leaves, if any": Program(
-        lambda b: tf.cond(
-            tf.reduce_any(b.y[:, 1:, 0] > 1.5),
-            lambda: total(b.p[:, 1:, 0] * late(b)) / total(late(b)),
-            lambda: 0.0 * total(b.p),
-        ),
-        lambda b: total(late(b)),
-    ),
-    "nothing if a mask has less than one": guarded(
-        lambda s, d: tf.where(tf.greater(1.0, d), 0.0, s / d)
-    ),
-    "nothing if a mask has none or less": guarded(
-        lambda s, d: tf.where(d <= 0.0, 0.0, s / d)
-    ),
-    "a mask, by at least 1 and no limit": guarded(
-        lambda s, d: s / tf.clip_by_value(d, 1.0, float("inf"))
-    ),
-    "a mask, by at least 1, in a function and a condition": guarded(
-        lambda s, d: divided_if_any(s, tf.maximum(d, 1.0), d > 0.0)
+    "a mask, by at least 1, in a function": guarded(
+        lambda s, d: divided(s, tf.maximum(d, 1.0))
     ),
     "squares of what a mask leaves": weighed(
         lambda b: total(few(b)),

@@ -252,6 +252,10 @@ class LossWeights:
         if mask is None:
             return {_SAMPLES: elements}
         # A mask counts its own elements; each may be several of the values.
+        sizes = {x.shape[1:].num_elements() for x in (values, mask)}
+        spans_batches = current_step().plan.accumulation.spans_batches
+        if not spans_batches or (len(sizes) == 1 and None not in sizes):
+            return {("mask", id(mask)): _divisor(reduction)}
         size = tf.cast(tf.size(mask, out_type=tf.int64), elements.dtype)
         each = tf.math.divide_no_nan(elements, size)  # a replica may get none
         return {("mask", id(mask)): _divisor(reduction) * each}

@@ -1,8 +1,8 @@
 """A proof that a training in micro-batches is exact, from its traced graph.
 
 `types` has what a tensor may be, `rules` and `shapes` what operations do to it,
-`analysis` walks the graph, and `verdict` judges the loss and its weight, or the
-gradients of a custom step.
+`entries` what they do to its numbers, `analysis` walks the graph, and `verdict`
+judges the loss and its weight, or the gradients of a custom step.
 """
 
 from accumodel._features.proof.types import CACHE, WEIGHT, Proof

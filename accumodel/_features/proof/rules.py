@@ -1,29 +1,28 @@
 """What operations do to samples: entry by entry, along axes, summed up.
 
-Each rule stands under the table of the operations that it is true of, and gets
+Each rule is under the table of the operations that it is true of, and gets
 the analysis, the operation, and the types of its inputs. What no rule names is
 not proved.
 """
 
-import dataclasses
 import functools
 import string
 
-import ml_dtypes
 import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof.types import (
-    AFFINE,
     COUNTS,
-    IF_DATA,
     MAY_BE_0,
-    NEGATIVE,
+    MIXED,
     ONE,
     POSITIVE,
     TRUTHS,
     UNLIKE,
     WEIGHT,
+    ZERO,
+    Entries,
+    Origin,
     Type,
     added,
     broadcast,
@@ -95,10 +94,10 @@ ELEMENTWISE = """
 Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
 Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
-Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
-LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round
-Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt SquaredDifference Tan
-TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+Igammac Inv Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalNot
+LogicalOr LookupTableFindV2 Mod Ndtri NextAfter Reciprocal Relu6 RightShift Rint
+Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
+SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -117,134 +116,58 @@ def elementwise(at, op, *vals):
 @rule("Abs Relu")
 def at_least_0(at, op, v):
     """What is not negative stays as it is."""
-    if v.base == "S" and v.counts >= POSITIVE:
+    if v.base == "S" and v.entries.counts >= POSITIVE:
         return v
-    plain(v)
-    return from_0(at, op, v)
-
-
-@rule("Square Tanh", plain=1)
-def from_0(at, op, v):
-    """Nothing, and its gradient, stay nothing."""
-    counts = v.counts if op.type != "Tanh" else min(v.counts, POSITIVE)
-    return broadcast([v]).but(within=v.within, counts=counts)
+    return elementwise(at, op, v)
 
 
 @rule("Pow")
 def to_a_power(at, op, v, exponent):
     number = constant(op.inputs[1], exponent)
-    is_kept = number is not None and np.all(number >= 1)
-    if v.base == "C" and v.is_of_n and np.size(number) == 1:
-        return to_the(v, number)
     one = elementwise(at, op, v, exponent)
-    is_even = number is not None and not np.any(number % 2)
-    counts = POSITIVE if is_even else min(v.counts, POSITIVE)
-    return one.but(within=v.within if is_kept else (), counts=counts)
+    if number is None or np.any(number % 2) or np.any(number < 2):
+        return one
+    return one.with_entries(counts=POSITIVE, within=v.entries.within)
 
 
-@rule("Inv Reciprocal")
-def inverted(at, op, v):
-    is_number = v.base == "C" and v.is_of_n
-    return to_the(v, -1) if is_number else elementwise(at, op, v)
-
-
-def to_the(v, exponent):
-    """Returns the type of a power of n, times what samples share."""
-    is_whole = exponent is not None and float(exponent).is_integer()
-    require(is_whole and v.dims == (), f"{v.words}, to no whole power")
-    m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
-    return Type("C", (), m)
-
-
-FINITE = ("IsFinite", "IsInf", "IsNan")
-
-
-def asks_finite(x):
-    """Whether a tensor says which numbers are finite, or which are not."""
-    while x.op.type in ("Cast", "LogicalNot", "LogicalOr", "Reshape"):
-        x = x.op.inputs[0]
-    return x.op.type in FINITE
-
-
-@rule(*FINITE)
+@rule("IsFinite IsInf IsNan")
 def is_finite(at, op, v):
     """Of a sum, this usually asks whether what divides it is 0: no warning."""
     require(v.base != "S", v.words)
     return elementwise(at, op, v)
 
 
-@rule("Equal NotEqual")
+@rule("Equal NotEqual Greater GreaterEqual Less LessEqual")
 def compared(at, op, *vals):
-    """Of unlike lengths this raises nothing: none are known to be alike."""
+    """Of unlike lengths this may raise nothing: none are known to be alike."""
     by, number = of_statistic(op, *vals)
-    if by and by.is_of_mask and number == 0:
-        return guard(by.alike, zero=op.type == "Equal")
-    if is_settled(by, number) or are_equal(*vals):
-        return Type("C", vals[0].dims)
-    require_near(by, number)
+    if by:
+        # Usually, the first asks whether what divides a sum is 0.
+        is_guard = by.is_of_mask and 0 <= number <= 1
+        is_0 = number == 0 and by.entries.counts
+        require_reached(by, not (is_guard or is_0 or abs(number) >= HUGE))
     plain(*vals)
-    lengths = {times(v.n) for v in vals if v.base == "R"}
+    lengths = {times(v.rows.n) for v in vals if v.rows}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
     with sizes_alike(inherited=True):
         return broadcast(vals)
 
 
-@rule("Greater GreaterEqual Less LessEqual")
-def ordered(at, op, a, b):
-    """Whether the number of samples is 1 or more is shared: it is."""
-    by, number = of_statistic(op, a, b)
-    is_first = by is a
-    takes_1 = (op.type in ("GreaterEqual", "Less")) == is_first
-    if is_settled(by, number, takes_1):
-        return Type("C", ())
-    if by and by.is_of_mask and abs(number) < HUGE:
-        is_0 = 0 < number <= 1 if takes_1 else 0 <= number < 1
-        require(is_0, by.words, bends=True)
-        is_less = op.type.startswith("Less") == is_first
-        return guard(by.alike, by.counts, zero=is_less)
-    require_near(by, number)
-    return elementwise(at, op, a, b)
-
-
-def is_settled(v, number, takes_1=False):
-    """Whether how a size compares to a number is settled by n being 1 or more.
-
-    `takes_1` is whether 1 compares as what is more.
-    """
-    is_more = v and v.is_count and (number < 1 or (takes_1 and number == 1))
-    return bool(is_more or (v and v.size and number == 0))
-
-
-def are_equal(a, b):
-    """Whether two sizes, or shapes, are known to be equal."""
-    held = [v.content for v in (a, b)]
-    if None in held or a.dims != b.dims or any(None in each for each in held):
-        return False
-    return [*map(times, held[0])] == [*map(times, held[1])]
-
-
 # -- guards of the sum of a mask, which may be 0 -------------------------------
 
 
-def guard(name, counts=COUNTS, **changed):
-    """Returns the type of a guard, which is right if it `COUNTS`."""
-    return Type("G", (), like=name, counts=counts, **changed)
+def guard(v):
+    """Returns the type of the sum of a mask, but for another number than 0."""
+    return Type("G", m=((v.alike, 1),), entries=v.entries)
 
 
-def require_mask(v):
-    """Requires a guard by what counts; usually it does: no warning."""
-    what = "a sum over samples that may be less than 1, and not 0"
-    require(v.counts >= COUNTS, what, False, WEIGHT)
+# Limits that are taken to be never reached: by any number, and by a loss.
+HUGE, MUCH = 1e6, 100
 
 
-# What no sum of a usual loss reaches.
-HUGE = 1e6
-
-
-def require_near(by, number):
-    """Requires a number that a statistic, if there is one, may be beyond."""
-    is_beyond = by and (abs(number) >= HUGE or (number == 0 and by.counts))
-    require(not is_beyond, f"{by and by.words}, which is hardly ever beyond")
+def require_reached(v, is_reached):
+    """Requires a limit that a statistic usually reaches: else, no warning."""
+    require(is_reached, f"{v.words}, at a limit that is hardly ever reached")
 
 
 def of_statistic(op, *vals):
@@ -258,66 +181,31 @@ def of_statistic(op, *vals):
     return None, None
 
 
-@rule("Maximum")
-def at_least(at, op, *vals):
-    """A sum of a mask is never less than 1, unless it is 0; nor is n."""
+def are_equal(a, b):
+    """Whether two sizes, or shapes, are known to be equal."""
+    held = [v.content for v in (a, b)]
+    if None in held or a.dims != b.dims or any(None in each for each in held):
+        return False
+    return [*map(times, held[0])] == [*map(times, held[1])]
+
+
+@rule("Maximum Minimum")
+def limited(at, op, *vals):
+    """A sum of a mask is never less than 1, unless it is 0. Nor is n."""
     by, number = of_statistic(op, *vals)
-    if by and by.is_of_mask and 0 < number <= 1:
-        return guard(by.alike, by.counts)
-    if are_equal(*vals) or (by and by.is_count and number <= 1):
+    is_least = op.type == "Maximum"
+    if by and is_least and by.is_of_mask and 0 < number <= 1:
+        return guard(by)
+    is_of_1 = by and is_least and by.is_count and number <= 1
+    if is_of_1 or are_equal(*vals):
         return by or vals[0]
-    is_any = by and by.grad and not by.counts
-    is_less = not by or number > (-HUGE if is_any else 1e-4)
-    require(is_less, f"{by and by.words}, which is hardly ever less")
+    if by:
+        is_any = by.grad and not by.entries.counts
+        least, most = -HUGE if is_any else 1e-4, HUGE if by.is_of_n else MUCH
+        require_reached(by, number > least if is_least else number < most)
+    is_of_n = not is_least and any(v.is_of_n for v in vals)
+    require(not is_of_n, "the number of samples", bends=True)
     return elementwise(at, op, *vals)
-
-
-@rule("Minimum")
-def at_most(at, op, *vals):
-    """What no sum reaches is no limit, and few reach what is huge."""
-    by, number = of_statistic(op, *vals)
-    if are_equal(*vals) or number == np.inf:
-        return by or vals[0]
-    is_more = not by or number < HUGE
-    require(is_more, f"{by and by.words}, which is hardly ever more")
-    for v in vals:
-        require(not v.is_of_n, v.words, bends=True)
-    return elementwise(at, op, *vals)
-
-
-@rule("LogicalNot")
-def negated(at, op, v):
-    if v.base == "G":
-        return guard(v.like, v.counts, zero=not v.zero)
-    return elementwise(at, op, v)
-
-
-def guarded(condition, a, b, *numbers):
-    """Returns the type of what is chosen by whether the sum of a mask is 0.
-
-    `numbers` are those of `a` and `b`, if they are known.
-    """
-    for v in (a, b):
-        if v.base == "T":
-            return v
-    if condition.zero:
-        a, b, numbers = b, a, numbers[::-1]
-    by, number = condition.like, numbers[-1] if numbers else None
-    if number and number > 0 and a.is_of_mask and a.alike == by:
-        return guard(by, condition.counts)
-    # What the sum divides, which is nothing where it is nothing.
-    left, assumed = owed([by], a.within)
-    is_ratio = a.base == "S" and a.m == ((by, -1),) and not left
-    is_right = is_ratio and b.zero and b.base == "C"
-    is_usual = a.within or by in dict(a.m) or (number and a.is_of_mask)
-    require(is_right, condition.words, bends=not is_usual)
-    require_mask(condition)
-    # Of a branch that runs only if the sum is not 0, this is a number. What is
-    # chosen by `where` is computed, too, and so is its gradient.
-    is_run = {*a.breaks} - (set() if numbers else {by})
-    breaks = union([b.breaks, is_run, assumed])
-    one = broadcast([a, b])
-    return one.but(m=a.m, grad=a.grad, within=a.within, breaks=breaks)
 
 
 # -- what is read --------------------------------------------------------------
@@ -338,11 +226,15 @@ def fixed(at, op):
     if value.dtype.kind not in "fiu":
         return one
     is_size = value.ndim < 2 and value.dtype.kind == "i" and value.size < 16
-    counts = POSITIVE * bool((value >= 0).all())
-    if counts and not ((value > 0) & (value < 1)).any():
-        counts = TRUTHS if (value <= 1).all() else COUNTS
+    known = {
+        ZERO: value == 0,
+        TRUTHS: (value == 0) | (value == 1),
+        COUNTS: (value == 0) | (value >= 1),
+        POSITIVE: value >= 0,
+    }
+    counts = next((level for level, of in known.items() if of.all()), 0)
     held = tuple((int(x), ()) for x in value.ravel()) if is_size else None
-    return one.but(content=held, zero=not value.any(), counts=counts)
+    return one.but(content=held, entries=Entries(counts))
 
 
 # -- linear --------------------------------------------------------------------
@@ -363,7 +255,8 @@ def kept(at, op, *vals):
 def linear(at, op, v):
     is_whole = op.type == "Neg" or all(name == "n" for name, _ in v.m)
     require(is_whole, "a part of what a complex sum divides")
-    return v.but(zero=v.zero, within=v.within)
+    scalable(v)
+    return v.but()
 
 
 @rule("Cast")
@@ -375,35 +268,27 @@ def cast(at, op, v):
     """
     of, to = op.inputs[0].dtype, op.outputs[0].dtype
     if v.base == "G":
-        require(to.is_floating and not of.is_bool, v.words)
+        require(to.is_floating, v.words)
         return v
-    if of.is_bool:
-        return dataclasses.replace(v, counts=TRUTHS)
-    counts = v.counts * (v.counts == TRUTHS or to.size >= 4 or to.is_floating)
+    # Of a sum of integers, what is rounded is not 0.
+    is_sum = v.base == "S" and of.is_integer and to.is_floating
+    if v.entries.counts >= TRUTHS or is_sum or holds(to, of):
+        return v
+    is_long = to.is_floating or to.size >= max(4, of.size)
+    counts = v.entries.counts * is_long
     is_whole = to.is_integer and to.size >= 4 and of.is_integer
-    if is_whole or (to.is_floating and not of.is_complex):
-        # Of a sum of integers, what is rounded is not 0.
-        is_sum = v.base == "S" and of.is_integer and to.is_floating
-        if is_sum or v.counts == TRUTHS or holds(to, of):
-            return v
-        counts *= to.is_floating or to.size >= of.size
-        return dataclasses.replace(v.renamed(), counts=counts)
-    if to.is_complex:
-        return v.renamed()
+    is_rounded = to.is_floating and not of.is_complex
+    if is_whole or is_rounded or to.is_complex:
+        return v.renamed().with_entries(counts=counts)
     plain(v)
-    return v.but(within=v.vanishes, counts=counts)
+    return v.but().with_entries(within=v.vanishes, counts=counts)
 
 
 def holds(dtype, other):
-    """Whether a dtype holds all numbers of another one."""
-    bits = [
-        1 - np.log2(float(ml_dtypes.finfo(x.as_numpy_dtype).eps))
-        if x.is_floating
-        else np.log2(float(x.max))
-        for x in (dtype, other)
-    ]
-    is_in_range = dtype.min <= other.min and dtype.max >= other.max
-    return bool(is_in_range and bits[0] >= bits[1])
+    """Whether a dtype has more bytes than another one of its kind."""
+    kinds = [(x.is_floating, x.is_integer) for x in (dtype, other)]
+    is_more = kinds[0] == kinds[1] != (False, False)
+    return is_more and dtype.size > other.size and dtype.min <= other.min
 
 
 @rule("Mul MulNoNan")
@@ -415,7 +300,7 @@ def multiplied(at, op, a, b):
             (a.content * long)[:long], (b.content * long)[:long], strict=True
         )
         return sizes([product(*pair) for pair in pairs], broadcast([a, b]).dims)
-    require("V" not in (a.base, b.base), "the number of samples")
+    scalable(a, b)
     within = a.vanishes + b.vanishes
     if "R" in (a.base, b.base):
         a, b = a.factor(), b.factor()
@@ -426,16 +311,24 @@ def multiplied(at, op, a, b):
         like = None  # a byte begins anew
     one, m = broadcast([a, b]), power(a.m, b.m)
     owes, assumed = owed({*a.owes, *b.owes}, within)
-    require(not owes or one.base == "C", MAY_BE_0)
-    return one.but(
-        m=m,
-        zero=a.zero or b.zero,
-        like=like,
-        within=within,
-        counts=min(a.counts, b.counts) * op.outputs[0].dtype.is_floating,
-        owes=owes,
-        breaks=assumed,
-    )
+    one = one.but(m=m, origin=Origin(like=like))
+    require_owed(owes, one)
+    counts = ZERO * (a.is_zero or b.is_zero)
+    return one.with_entries(counts=counts, within=within, breaks=assumed)
+
+
+def scalable(*vals):
+    """Requires what may be scaled: of samples and a mean, by what is shared."""
+    for v in vals:
+        require(v.base in "CRS", v.words, bends=v.base == "G")
+        is_right = not v.is_mixed or [x.base for x in vals].count("R") == 1
+        require(is_right, MIXED, bends=True)
+
+
+def require_owed(owes, v):
+    """Requires that what may be 0, and divides what is not, is in `v.m`."""
+    is_known = v.base == "C" and {*owes} <= {*v.owes}
+    require(is_known or not owes, MAY_BE_0)
 
 
 def scaled(v, by, factor=None):
@@ -468,29 +361,26 @@ def is_number(dtype):
 @rule("RealDiv DivNoNan")
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
-    require("V" not in (a.base, b.base), "the number of samples")
-    is_guarded, counts = b.base == "G", min(a.counts, b.counts, POSITIVE)
+    is_guarded = b.base == "G"
     if is_guarded:
-        require_mask(b)
-        b = Type("C", m=((b.like, 1),))
+        what = "a sum over samples that may be less than 1, and not 0"
+        require(b.entries.counts >= COUNTS, what, False, WEIGHT)
+        b = Type("C", m=b.m)
+    scalable(a, b)
     b = b.factor()
     zeros = may_be_0(b.m)
     # Where it is 0, so is what it divides, or what that is a factor of.
     owes, assumed = owed({*zeros, *a.owes, *b.owes}, a.vanishes)
     is_safe = is_guarded or op.type == "DivNoNan"
     require(not owes or a.base == "C", MAY_BE_0, False, WEIGHT)
-    is_right = a.base != "S" or b.base == "C"
+    is_right = b.base == "C" or not (a.base == "S" or b.is_mixed)
     require(is_right, "a sum over samples, and samples", bends=True)
     m = power(a.m, b.m, -1)
-    return broadcast([a, b]).but(
-        m=m,
-        zero=a.zero,
-        like=scaled(a, b),
-        within=a.vanishes,
-        counts=counts,
-        owes=owes,
-        breaks=assumed if is_safe else union([zeros, assumed]),
-    )
+    one = broadcast([a, b]).but(m=m, origin=Origin(like=scaled(a, b)))
+    require_owed(owes, one)
+    counts = ZERO * a.is_zero
+    breaks = assumed if is_safe else union([zeros, assumed])
+    return one.with_entries(counts=counts, within=a.vanishes, breaks=breaks)
 
 
 @rule("AddV2 Add Sub AddN")
@@ -503,21 +393,11 @@ def plus(at, op, *vals):
     # Such as 1e-7, which is rounding next to 1, but not next to 0.
     is_little = by and 0 < number <= np.spacing(number.dtype.type(1))
     if is_little and op.type != "Sub" and (by.is_count or by.is_of_mask):
-        return by if by.is_count else guard(by.alike, by.counts)
+        return by if by.is_count else guard(by)
     one = added([*vals])
-    if op.type == "Sub":
-        is_rest = vals[1].counts == TRUTHS and np.all(known[0] == 1)
-        return dataclasses.replace(one, counts=TRUTHS * bool(is_rest))
-    counts = min(COUNTS, *(v.counts for v in vals))
-    one = dataclasses.replace(one, counts=counts)
-    pairs = [*zip(op.inputs, vals, strict=True)]
-    is_more = all(v.base == "S" or is_nonzero(x, v) for x, v in pairs)
-    bases = {v.base for v in vals}
-    if not (counts and is_more and bases == {*"CS"} and one.is_single):
-        return one
-    names = "+".join(v.name for v in vals)
-    assumed = (NEGATIVE,) * (counts == IF_DATA)
-    return dataclasses.replace(one, like=f"{names}:{AFFINE}", breaks=assumed)
+    is_rest = op.type == "Sub" and vals[1].entries.counts >= TRUTHS
+    is_rest = is_rest and np.all(known[0] == 1)
+    return one.with_entries(counts=TRUTHS) if is_rest else one
 
 
 @rule("BiasAdd")
@@ -528,31 +408,22 @@ def plus_bias(at, op, v, bias):
     return added([v, bias.but(dims=(*bias.dims, *after))])
 
 
-@rule("SelectV2 Select")
+@rule("SelectV2")
 def selected(at, op, condition, *vals):
     """One or the other: entry by entry, or all of them by what is shared."""
-    if condition.base == "G":
-        inputs = zip(op.inputs[1:], vals, strict=True)
-        numbers = [None if v.dims else constant(x, v) for x, v in inputs]
-        return guarded(condition, *vals, *numbers)
     plain(condition)
     a, b = vals
-    either = added([a, b])
-    # `Select` takes a vector for the first axis.
-    is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
-    require(is_like, "a condition of another shape")
-    is_one = either.base != "S" or condition.is_shared
-    is_right = is_one and not either.mixed
+    both = added([a, b])
+    is_one = both.base != "S" or condition.is_shared
+    is_right = is_one and not both.is_mixed
     require(is_right, "a sum, or another one", not condition.is_shared)
-    sides = [{*v.vanishes} for v in vals if not v.zero]
+    sides = [{*v.vanishes} for v in vals if not v.is_zero]
     within = set.intersection(*sides) if sides else set()
-    within = union([within, condition.vanishes if b.zero else ()])
+    within = union([within, condition.vanishes if b.is_zero else ()])
     owes, assumed = owed({*a.owes, *b.owes}, within)
-    require(not owes, MAY_BE_0)
-    counts = min(a.counts, b.counts)
-    one = broadcast([condition, a, b])
-    kept = {"m": either.m, "stays": either.stays, "within": within}
-    return one.but(counts=counts, breaks=assumed, **kept)
+    one = broadcast([condition, a, b]).but(m=both.m, entries=both.entries)
+    require_owed(owes, one)
+    return one.with_entries(within=within, breaks=assumed)
 
 
 # -- along axes ----------------------------------------------------------------
@@ -565,29 +436,21 @@ def reduced(at, op, v, of_axes):
         return sizes([product(*v.content)], ())
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
     is_linear = op.type == "Sum" or is_mean
-    dtype = op.outputs[0].dtype
-    counts = min(v.counts, COUNTS if op.type == "Sum" else POSITIVE)
-    counts *= is_number(dtype) or dtype.size >= 4
     plain(*([] if is_linear else [v]))
     require(v.base != "V" and of_axes.is_shared, "the number of samples")
     axes = axes_of(op.inputs[1], of_axes, len(v.dims))
     keeps = not op.type.startswith("Arg") and op.get_attr("keep_dims")
     kept = [i for i in range(len(v.dims)) if keeps or i not in axes]
     dims = tuple(ONE if i in axes else v.dims[i] for i in kept)
-    if v.base != "R" or v.axis not in axes:
-        axis = kept.index(v.axis) if v.base == "R" else 0
-        return v.but(dims=dims, axis=axis, within=v.within, counts=counts)
-    if op.type == "Any" and dims == ():
-        # Whether numbers are finite is asked to leave out all, at most.
-        require(not asks_finite(op.inputs[0]), "all samples at once")
-        return guard(v.summed)
+    if v.base != "R" or v.rows.axis not in axes:
+        axis = kept.index(v.rows.axis) if v.rows else 0
+        return v.but(dims=dims).with_rows(axis=axis)
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
-    m = power(v.m, (("n", v.uniform - is_mean),))
-    one = Type("C" if v.uniform else "S", dims, m)
-    # Of all entries.
-    like = v.summed if one.is_single else None
-    return one.but(like=like, within=v.within, counts=counts)
+    m = power(v.m, (("n", v.rows.uniform - is_mean),))
+    one = Type("C" if v.rows.uniform else "S", dims, m)
+    like = v.summed if one.is_single else None  # of all entries
+    return one.but(origin=Origin(like=like))
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand
@@ -596,7 +459,7 @@ def reduced(at, op, v, of_axes):
 LAST = {
     (1,): """
     AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LRN LogSoftmax RFFT
-    RGBToHSV Softmax
+    RGBToHSV Softmax TopK TopKV2
     """,
     (2,): """
     Cholesky FFT2D IFFT2D IRFFT2D MatrixBandPart MatrixDeterminant MatrixInverse
@@ -618,23 +481,13 @@ def along(counts, at, op, *vals):
     rows = []
     for v, count in zip(vals, counts, strict=False):
         before = len(v.dims) - count
-        require(v.base != "R" or v.axis < before, IN_ORDER)
+        require(not v.rows or v.rows.axis < before, IN_ORDER)
         rows.append(v.but(dims=v.dims[:before]))
     return [at.shaped(broadcast(rows), x) for x in op.outputs]
 
 
 for counts, names in LAST.items():
     rule(names, plain=len(counts))(functools.partial(along, counts))
-
-
-@rule("TopK TopKV2")
-def largest(at, op, v, *count):
-    """Of all samples it may be a sort, which a sum of does not change."""
-    plain(v)
-    found = along((1,), at, op, v)
-    for x in count:
-        require(x.is_shared, x.words, bends=True)
-    return found
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)
@@ -654,8 +507,8 @@ Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
 def transposed(at, op, to, filters, v):
     plain(v)
     shared(filters)
-    is_known = to.is_shared or to.base == "V"
-    is_known &= not any(map(is_of_samples, (to.content or ())[1:]))
+    held = to.content or (None,) * to.is_shared
+    is_known = held and not any(map(is_of_samples, held[1:]))
     require(is_known, "sizes that depend on samples")
     return along((len(v.dims) - 1,), at, op, v)
 
@@ -664,11 +517,13 @@ def transposed(at, op, to, filters, v):
 def by_blocks(at, op, v, block, *others):
     """Blocks of images, as long batches one behind the other."""
     size = constant(op.inputs[1], block)
-    require(v.base == "R" and v.axis == 0 and size is not None, IN_ORDER)
+    is_known = v.rows and v.rows.axis == 0 and size is not None
+    require(is_known, IN_ORDER)
     size = (int(np.prod(size)), ())
-    o = times(v.o, size) if op.type[0] == "S" else over(v.o, size)
+    o = v.rows.o
+    o = times(o, size) if op.type[0] == "S" else over(o, size)
     require(o is not None, IN_ORDER)
-    return at.shaped(v.but(o=o), op.outputs[0], uniform=False)
+    return at.shaped(v.with_rows(o=o, uniform=False), op.outputs[0])
 
 
 # -- contracted ----------------------------------------------------------------
@@ -709,11 +564,12 @@ def _contracted(at, op, vals, labels, result):
     """
     out = op.outputs[0]
     bases = {v.base for v in vals}
+    scalable(*vals)
     is_of_rows = "R" in bases and bases <= {*"CR"}
     require(is_of_rows, _OTHERS, bends=bases >= {*"RS"})
     m = functools.reduce(power, (v.m for v in vals))
     pairs = [*zip(vals, labels, strict=True)]
-    label, *others = {x[v.axis] for v, x in pairs if v.base == "R"}
+    label, *others = {x[v.rows.axis] for v, x in pairs if v.rows}
     require(not others, "samples next to others: two axes of them")
     require(all(x.count(label) < 2 for x in labels), IN_ORDER)
     for v, x in pairs:
@@ -721,8 +577,7 @@ def _contracted(at, op, vals, labels, result):
         require(is_free or v.dims[x.index(label)] == ONE, UNLIKE)
     one = functools.reduce(same, (v for v in vals if v.base == "R"))
     if label not in result:
-        within = union(v.vanishes for v in vals)
-        counts = min(COUNTS, *(v.counts for v in vals))
-        return at.shaped(Type("S", m=m), out, within=within, counts=counts)
-    axis = result.index(label)
-    return at.shaped(one.but(m=m, uniform=False), out, axis)
+        one = at.shaped(Type("S", m=m), out)
+        return one.with_entries(within=union(v.vanishes for v in vals))
+    one = one.but(m=m).with_rows(uniform=False)
+    return at.shaped(one, out, result.index(label))

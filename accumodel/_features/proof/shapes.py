@@ -14,7 +14,11 @@ from accumodel._features.proof.types import (
     ONE,
     TRUTHS,
     UNLIKE,
+    ZERO,
+    Entries,
     N,
+    Origin,
+    Rows,
     Type,
     added,
     agree,
@@ -64,25 +68,18 @@ def reshaped(at, op, v, *to):
     if v.base != "R":
         shared(*to)
         known = None if None in new else new
-        return v.but(dims=known or at.dims(out), zero=v.zero)
+        return v.but(dims=known or at.dims(out))
     is_one = None not in new and [*map(is_of_samples, new)].count(True) == 1
     require(is_one and agree(times(*new), times(*v.dims)), _NEW_ORDER)
     (axis,) = (i for i, size in enumerate(new) if is_of_samples(size))
     # As many numbers as before stand before the samples, and behind.
-    o = over(times(*v.dims[: v.axis], v.o), times(*new[:axis]))
+    o = over(times(*v.dims[: v.rows.axis], v.rows.o), times(*new[:axis]))
     k = over(times(new[axis]), times(N, o))
     require(k, _NEW_ORDER)
     # The rows of one may be unlike, if those of all are the same.
-    uniform = v.uniform and (o, k) == (times(v.o), times(v.k))
-    return v.but(
-        dims=new,
-        axis=axis,
-        o=o,
-        k=k,
-        uniform=uniform,
-        like=v.alike,
-        within=v.within,
-    )
+    uniform = v.rows.uniform and (o, k) == (times(v.rows.o), times(v.rows.k))
+    one = v.but(dims=new, origin=Origin(like=v.alike))
+    return one.with_rows(axis=axis, o=o, k=k, uniform=uniform)
 
 
 def _new_sizes(op, v, *to):
@@ -113,10 +110,10 @@ def turned(at, op, v, order):
     order = constant(op.inputs[1], order)
     require(order is not None, "an order of axes that is not constant")
     order = [*map(int, order)]
-    axis = order.index(v.axis) if v.base == "R" else 0
-    dims = tuple(v.dims[i] for i in order)
+    axis = order.index(v.rows.axis) if v.rows else 0
     like = v.alike if op.type == "Transpose" else None
-    return v.but(dims=dims, axis=axis, like=like, within=v.within)
+    one = v.but(dims=tuple(v.dims[i] for i in order), origin=Origin(like=like))
+    return one.with_rows(axis=axis)
 
 
 # -- joined and split ----------------------------------------------------------
@@ -131,16 +128,17 @@ def concatenated(at, op, *inputs):
     if all(v.content is not None for v in vals) and out.shape.rank == 1:
         return vector([size for v in vals for size in v.content])
     plain(*vals)
-    is_alike = all((v.base, v.axis) == ("R", one.axis) for v in vals)
+    axes = {v.rows and v.rows.axis for v in vals}
+    is_alike = len(axes) == 1 and None not in axes
     require(is_alike, "samples next to what they share, or in other axes")
     (place,) = axes_of(op.inputs[-1], of_axis, len(one.dims))
-    if one.axis != place:
-        one = functools.reduce(same, vals)
-    else:
-        is_like = all(v.k == one.k and not v.o[1] for v in vals)
-        require(is_like, "samples in unlike orders")
-        one = one.but(o=(sum(v.o[0] for v in vals), ()), uniform=False)
-    return at.shaped(one, out)
+    if one.rows.axis != place:
+        return at.shaped(functools.reduce(same, vals), out)
+    rows = [v.rows for v in vals]
+    is_like = all(each.k == one.rows.k and not each.o[1] for each in rows)
+    require(is_like, "samples in unlike orders")
+    o = (sum(each.o[0] for each in rows), ())
+    return at.shaped(one.with_rows(o=o, uniform=False), out)
 
 
 @rule("Pack")
@@ -154,7 +152,12 @@ def packed(at, op, *vals):
     require(len({v.base for v in vals} & {"R", "C"}) < 2, "what is shared, too")
     axis = op.get_attr("axis") % (len(one.dims) + 1)
     dims = (*one.dims[:axis], (len(vals), ()), *one.dims[axis:])
-    return one.but(dims=dims, axis=one.axis + (axis <= one.axis))
+    return one.but(dims=dims).with_rows(axis=_behind(axis, one))
+
+
+def _behind(axis, v):
+    """Returns the axis of samples where a new axis is put in, if any."""
+    return v.rows and v.rows.axis + (axis <= v.rows.axis)
 
 
 @rule("Unpack Split SplitV")
@@ -171,11 +174,12 @@ def split(at, op, *vals):
     axis = op.get_attr("axis") % len(v.dims) if is_unpack else None
     if axis is None:
         (axis,) = axes_of(op.inputs[place], vals[place], len(v.dims))
-    if axis == v.axis:
-        is_whole = op.type == "Split" and not v.o[1] and v.o[0] % count == 0
+    rows, o = v.rows, v.rows.o
+    if axis == rows.axis:
+        is_whole = op.type == "Split" and not o[1] and o[0] % count == 0
         require(is_whole, _BY_PLACE)
-        v = v.but(o=(v.o[0] // count, ()))
-    own = v.axis - (is_unpack and axis < v.axis)
+        v = v.but().with_rows(o=(o[0] // count, ()))
+    own = rows.axis - (is_unpack and axis < rows.axis)
     return [at.shaped(v, x, own) for x in op.outputs]
 
 
@@ -207,20 +211,22 @@ def sliced(at, op, v, *places):
             return sizes([v.content[first]], ())
         return vector(v.content[first:last:by])
     require(v.base != "V", _NUMBER)
-    rows = np.empty([1 + (i == v.axis) for i in range(len(v.dims))])
+    place = v.rows and v.rows.axis
+    rows = np.empty([1 + (i == place) for i in range(len(v.dims))])
     found = rows[index].shape
     require(v.base != "R" or 2 in found, _BY_PLACE)
     for i, (first, last, by) in enumerate(parts):
         without = (*index[:i], 0, *index[i + 1 :])
         is_part = v.base == "R" and index[i] == _ALL
         if is_part and 2 not in rows[without].shape:
-            is_all = (first, by) == (_BEGIN, ONE) and last in (_END, v.n)
+            is_all = (first, by) == (_BEGIN, ONE) and last in (_END, v.rows.n)
             require(is_all, _BY_PLACE)
         else:
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
-    axis = found.index(2) if v.base == "R" else 0
-    return at.shaped(v, op.outputs[0], axis, within=v.vanishes)
+    axis = found.index(2) if v.rows else None
+    one = at.shaped(v, op.outputs[0], axis)
+    return one.with_entries(within=v.vanishes)
 
 
 _ALL = slice(None)
@@ -245,41 +251,40 @@ def _part(op, places, i):
     return first, last, ONE
 
 
-@rule("GatherV2 ResourceGather GatherNd")
+@rule("GatherV2 ResourceGather")
 def gathered(at, op, v, places, *of_axis):
     """What is shared by what samples say; samples not by their place."""
     out, found = op.outputs[0], tf.get_static_value(op.inputs[1])
     if v.content is not None and found is not None:
         held = [v.content[int(i)] for i in np.ravel(found)]
         return vector(held) if np.ndim(found) else sizes(held, ())
-    is_nd, rank = op.type == "GatherNd", len(v.dims)
     if op.type == "ResourceGather":
         v = Type("C", grad=True)
     shared(*of_axis)
     if v.base in "CS" and places.is_shared:
         return at.shaped(v, out)
     plain(v, places)
-    batch = 0 if is_nd else op.get_attr("batch_dims")
-    axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
+    batch = op.get_attr("batch_dims")
+    axis = axes_of(op.inputs[2], of_axis[0], len(v.dims))[0] if of_axis else 0
     if v.base == "C":
-        is_entry = is_nd and places.axis == len(places.dims) - 1
-        require(not batch and not is_entry, _BY_PLACE)
-        own, one = axis + places.axis, places
+        require(not batch, _BY_PLACE)
+        own, one = axis + places.rows.axis, places
     elif places.base == "C":
-        require(not (batch or is_nd or v.axis == axis), _BY_PLACE)
-        own, one = v.axis + (v.axis > axis) * (len(places.dims) - 1), v
+        own, one = v.rows.axis, v
+        require(not batch and own != axis, _BY_PLACE)
+        own += (own > axis) * (len(places.dims) - 1)
     else:
-        require(v.axis == places.axis < batch, "samples that others choose")
-        own, one = v.axis, same(v, places)
+        own, one = v.rows.axis, same(v, places)
+        is_own = own == places.rows.axis < batch
+        require(is_own, "samples that others choose")
     return at.shaped(one, out, own, grad=v.grad)
 
 
 @rule("ReverseSequence", plain=2)
 def reversed_rows(at, op, v, lengths):
     """The beginning of each sample, of a length of its own."""
-    is_own = v.base == lengths.base == "R" and v.axis == op.get_attr(
-        "batch_dim"
-    )
+    are_rows = v.rows and lengths.rows
+    is_own = are_rows and v.rows.axis == op.get_attr("batch_dim")
     require(is_own, _BY_PLACE)
     return same(v, lengths)
 
@@ -292,9 +297,9 @@ def recurrent(at, op, v, state, cell, weights, lengths):
     axis = int(op.get_attr("time_major"))
     rows = [(v, axis), (state, axis), (lengths, 0)]
     rows += [(cell, axis)] if cell.dims else []  # which a GRU has not
-    is_own = all((x.base, x.axis) == ("R", place) for x, place in rows)
+    is_own = all(x.rows and x.rows.axis == place for x, place in rows)
     require(is_own and not op.get_attr("dropout"), _BY_PLACE)
-    one = functools.reduce(same, (x for x, _ in rows)).but(uniform=False)
+    one = functools.reduce(same, (x for x, _ in rows)).with_rows(uniform=False)
     found = [at.shaped(one, x, axis) for x in op.outputs[: len(rows) - 1]]
     unseen = op.outputs[len(found) :]
     return found + [unknown("what a layer keeps on a GPU") for _ in unseen]
@@ -303,9 +308,7 @@ def recurrent(at, op, v, state, cell, weights, lengths):
 @rule("OneHot", plain=1)
 def one_hot(at, op, v, *others):
     axis = op.get_attr("axis") % (len(v.dims) + 1)
-    own = v.axis + (axis <= v.axis)
-    counts = min(others[1].counts, others[2].counts)  # on, and off
-    return at.shaped(v, op.outputs[0], own, counts=counts)
+    return at.shaped(v, op.outputs[0], _behind(axis, v))
 
 
 @rule("Pad PadV2 MirrorPad ReverseV2 Roll", plain=1)
@@ -316,7 +319,9 @@ def moved(at, op, v, *others):
     value = constant(op.inputs[place], others[place - 1])
     require(value is not None, "places that are not constant")
     axes = np.flatnonzero(np.any(value, axis=1)) if "Pad" in op.type else value
-    is_moved = v.axis in [int(i) % len(v.dims) for i in np.ravel(axes)]
+    is_moved = v.rows and v.rows.axis in [
+        int(i) % len(v.dims) for i in np.ravel(axes)
+    ]
     require(not is_moved, _BY_PLACE)
     return at.shaped(v, op.outputs[0]) if "Pad" in op.type else v.but()
 
@@ -335,32 +340,33 @@ def filled(at, op, *vals):
     is_one = len(places) < 2 and all(held[i][1].count("n") < 2 for i in places)
     require(is_one, "two axes of samples")
     if v.base == "R" and op.type == "Tile":
-        is_known = not places and held and held[v.axis]
+        of_rows = held[v.rows.axis] if held else None
+        is_known = not places and of_rows
         require(is_known, "samples in an order that is not known")
-        v = v.but(o=times(held[v.axis], v.o), uniform=v.uniform)
-        return at.shaped(v, out)
+        return at.shaped(v.with_rows(o=times(of_rows, v.rows.o)), out)
     if v.base == "R":
-        axis = v.axis + len(held) - len(v.dims)
-        is_same = places == [axis] and agree(held[axis], v.n)
+        axis = v.rows.axis + len(held) - len(v.dims)
+        is_same = places == [axis] and agree(held[axis], v.rows.n)
         require(is_same, UNLIKE)
         return at.shaped(v, out, axis)
     require(v.base != "V", _NUMBER)
     if not places:
-        return at.shaped(v, out, zero=v.zero)
+        return at.shaped(v, out)
     require(v.base == "C", v.words, bends=True)
     (axis,) = places
     own = ((ONE,) * (len(held) - len(v.dims)) + v.dims)[axis]
     require(own == ONE or op.type == "Tile", UNLIKE)
     k = times(own, over(held[axis], N))
-    rows = Type("R", m=v.m, axis=axis, k=k, uniform=own == ONE)
-    return at.shaped(rows, out)
+    rows = Rows(axis, k=k, uniform=own == ONE)
+    return at.shaped(Type("R", m=v.m, rows=rows), out)
 
 
 @rule("ZerosLike OnesLike")
 def alike(at, op, v):
     """The same for all, in the shape of samples."""
     require(v.base == "R", v.words)
-    return v.but(m=(), uniform=True, zero=op.type == "ZerosLike", counts=TRUTHS)
+    entries = Entries(ZERO if op.type == "ZerosLike" else TRUTHS)
+    return v.but(m=(), entries=entries).with_rows(uniform=True)
 
 
 # -- lists of tensors, as if they were stacked ---------------------------------
@@ -368,14 +374,13 @@ def alike(at, op, v):
 
 @rule("TensorListReserve EmptyTensorList")
 def list_made(at, op, *vals):
-    is_shared = all(v.base == "C" and not v.m for v in vals[1:])
-    require(is_shared, "a list with an item for each sample")
+    shared(*vals[1:])
     return Type("L", ())
 
 
 @rule("TensorListFromTensor TensorListStack")
 def list_of(at, op, v, *others):
-    is_rows = v.base == "R" and v.axis > 0 and not v.m
+    is_rows = v.rows and v.rows.axis > 0 and not v.m
     require(is_rows, "a list of the samples")
     is_list = op.type == "TensorListFromTensor"
     return v.but() if is_list else at.shaped(v, op.outputs[0])
@@ -385,8 +390,8 @@ def list_of(at, op, v, *others):
 def list_item(at, op, v, *others):
     shared(*(x for x in others if x.base != "V"))
     plain(v)
-    require(v.axis > 0, "an item of what is shared")
-    return v.but(axis=v.axis - 1, dims=v.dims[1:])
+    require(v.rows and v.rows.axis > 0, "an item of what is shared")
+    return v.but(dims=v.dims[1:]).with_rows(axis=v.rows.axis - 1)
 
 
 @rule("TensorListSetItem TensorListPushBack")
@@ -397,5 +402,6 @@ def list_set(at, op, v, *others):
     stacked = Type("C")
     if item.base == "R":
         first = v.dims[0] if v.base == "R" else fresh("list")
-        stacked = item.but(axis=item.axis + 1, dims=(first, *item.dims))
+        stacked = item.but(dims=(first, *item.dims))
+        stacked = stacked.with_rows(axis=item.rows.axis + 1)
     return at.joined(v, stacked, op.name)

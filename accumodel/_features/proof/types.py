@@ -7,8 +7,7 @@ A tensor is `m * base`. The base is one of
         sample i, and on C
     S   a sum over the samples: of R, and of n or a divisor times C
     V   a vector of sizes, of which one is made of n
-    G   a guard: the sum of a mask, but that another number is there instead of
-        0; or whether that sum is 0
+    G   a guard: the sum of a mask, with another number instead of 0
     L   a list in which nothing is yet
     T   none of these, with the reason
 
@@ -17,10 +16,24 @@ samples that are not trained, known by how they are computed. So a mean over the
 samples is S with 1/n, and one over a mask is S with 1/D. What m and the base
 are made of is the same in each micro-batch, but for the samples.
 
+A `Type` has these two, the sizes of the tensor, whether it has a gradient, and
+three groups, each of which answers one question:
+
+    rows      where are the samples? Only R has them.
+    entries   which numbers are there, and what if a divisor is 0?
+    origin    how is it computed? What is computed in one way is one divisor.
+
+A rule says what an operation does to the base, the sizes, m and the rows.
+`entries.py` says what it does to the entries. The analysis adds what a tensor
+has from all that it is made of: its gradient, and its origin.
+
+Rows to which a mean over samples was added are `mixed`: a sum over them is S.
+
 A divisor may be 0 in a micro-batch, which then adds nothing. That is right if
-what it divides is 0 there, too: a product with the rows of a mask vanishes
-`within` the sum of that mask. A factor such as `n / D` still `owes` that.
-Losses guard against that 0 in many ways, such as `maximum(D, 1)`: all are one.
+what it divides is 0 there, too: a product with the rows of a mask is 0 `within`
+the sum of that mask. A factor such as `n / D` still `owes` that. The usual
+guards against that 0 are one to the proof: `divide_no_nan`, `maximum(D, 1)` and
+`D + 1e-7`. What is chosen by whether D is 0 is compared.
 
 A size is a product of a number and of names, such as `3 * n * time`.
 """
@@ -38,7 +51,6 @@ Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
-AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 NEGATIVE = "weights that may be negative"
@@ -52,6 +64,7 @@ IF_DATA = 1  # they are not negative, if no weights in the data are
 POSITIVE = 2  # they are not negative
 COUNTS = 3  # they are 0, or 1 or more
 TRUTHS = 4  # they are 0 or 1
+ZERO = 5  # they are 0
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
@@ -152,50 +165,87 @@ def union(names):
 
 def may_be_0(m):
     """Returns the names of the divisors in a monomial that may be 0."""
-    names = {name for name, _ in m} - {"n"}
-    return {name for name in names if not name.endswith(AFFINE)}
+    return {name for name, _ in m} - {"n"}
+
+
+class Rows(typing.NamedTuple):
+    """Where the samples are: `o * n * k` rows along an axis."""
+
+    axis: int = 0
+    o: Size = ONE
+    k: Size = ONE
+    uniform: bool = False  # all rows are the same: only their number is n's
+    mixed: bool = False  # a mean over samples was added to each
+
+    @property
+    def n(self):
+        """The length of the axis."""
+        return times(self.o, N, self.k)
+
+
+class Entries(typing.NamedTuple):
+    """Which numbers are there, and which where a divisor is 0."""
+
+    counts: int = 0  # such as `COUNTS`: more is known of a larger one
+    # Divisors that are 0 only where all this is 0: it was multiplied by the
+    # mask that they sum up.
+    within: tuple = ()
+    # Divisors: where one is 0, this may not be a number. `NEGATIVE` is there if
+    # the type is right only if no weights in the data are negative.
+    breaks: tuple = ()
+    # Of a sum whose divisor is 0: it may be something else, since what samples
+    # share was added.
+    stays: bool = False
+
+
+class Origin(typing.NamedTuple):
+    """How a tensor is computed. Types that differ only in this are equal."""
+
+    name: str | None = None  # equal for equal expressions
+    # The name of a tensor with the same entries, in another order or times a
+    # shared factor.
+    like: str | None = None
+    of: tuple = ()  # the arrays of data in it, if their lengths may differ
 
 
 @dataclasses.dataclass(frozen=True)
 class Type:
+    """What is known of a tensor."""
+
     base: str
-    dims: tuple = ()  # sizes
-    m: tuple = ()
-    axis: int = 0  # of R
-    o: Size = ONE
-    k: Size = ONE
-    uniform: bool = False  # all rows are the same: only their number is n's
-    mixed: bool = False  # R plus S/n, of which a sum over the rows is S
+    dims: tuple = ()  # its sizes
+    m: tuple = ()  # names of divisors, or "n", and their powers
+    rows: Rows | None = None  # of R
     content: tuple | None = None  # the sizes that a scalar or vector holds
-    zero: bool = False
     grad: bool = False  # depends on a variable by a path that has a gradient
-    # What is computed in the same way has one name. What has the same entries,
-    # but for their order and a shared factor, is like one.
-    name: str | None = dataclasses.field(default=None, compare=False)
-    like: str | None = dataclasses.field(default=None, compare=False)
-    # The names of sums with which it vanishes: it is a product with their rows.
-    within: tuple = dataclasses.field(default=(), compare=False)
-    # What is known of its entries, such as `COUNTS`.
-    counts: int = dataclasses.field(default=0, compare=False)
-    owes: tuple = ()  # sums that divide it, with which it does not vanish
-    # Sums: where one is 0, this may not be a number. `NEGATIVE` is there if it
-    # is of this type only if no weights in the data are negative.
-    breaks: tuple = ()
-    # Of S, where what divides it is 0: 1 if it is not 0, 2 nor its gradient.
-    stays: int = 0
+    entries: Entries = dataclasses.field(default=Entries())
     why: Proof | None = None  # of T
-    # The arrays of data that it is made of, if their lengths may differ.
-    of: tuple = dataclasses.field(default=(), compare=False)
+    origin: Origin = dataclasses.field(default=Origin(), compare=False)
 
     def but(self, **changed):
         """Returns the type of what is computed of this one."""
-        is_another = {"content": None, "zero": False}
-        return dataclasses.replace(self.renamed(), **{**is_another, **changed})
+        # It has other entries, but is no number where this is none.
+        entries = self.entries._replace(counts=0, within=())
+        changed = {"content": None, "entries": entries, **changed}
+        return dataclasses.replace(self.renamed(), **changed)
 
     def renamed(self):
-        return dataclasses.replace(
-            self, name=None, like=None, within=(), counts=0
-        )
+        return self.with_origin(name=None, like=None)
+
+    def with_origin(self, **changed):
+        """Returns the type of what is computed in another way."""
+        origin = self.origin._replace(**changed)
+        return dataclasses.replace(self, origin=origin)
+
+    def with_rows(self, **changed):
+        """Returns the type with other rows, if it has any."""
+        rows = self.rows and self.rows._replace(**changed)
+        return dataclasses.replace(self, rows=rows)
+
+    def with_entries(self, **changed):
+        """Returns the type with something else known of its entries."""
+        entries = self.entries._replace(**changed)
+        return dataclasses.replace(self, entries=entries)
 
     def factor(self):
         """Returns the type of a sum over the samples that is a factor."""
@@ -203,14 +253,27 @@ class Type:
             return self
         require(self.is_single, "several sums over samples", False, CACHE)
         require(not self.grad, f"{self.words} that is trained", bends=True)
-        # One is 1, but in a micro-batch without weights.
+        # S / S is 1, except where S is 0.
         is_one = self.alike in dict(self.m)
         require(not is_one, "a sum of weights, divided by itself")
-        return self.but(base="C", m=power(self.m, ((self.alike, 1),)))
+        m = power(self.m, ((self.alike, 1),))
+        return dataclasses.replace(self, base="C", m=m)
 
     @property
     def alike(self):
-        return self.like or self.name
+        return self.origin.like or self.origin.name
+
+    @property
+    def is_zero(self):
+        """Whether all entries are 0."""
+        return self.entries.counts == ZERO
+
+    @property
+    def owes(self):
+        """The sums that divide this, with which it does not vanish."""
+        divisors = {name for name, exponent in self.m if exponent < 0}
+        of_c = divisors & may_be_0(self.m) if self.base == "C" else ()
+        return owed(of_c, self.entries.within)[0]
 
     @property
     def is_of_mask(self):
@@ -222,9 +285,10 @@ class Type:
     def vanishes(self):
         """The names of the sums with which this vanishes, and its gradient."""
         # What may be negative may have a sum of 0, and not be 0.
-        is_mask = self.base == "R" and not self.grad and self.counts
-        name = self.summed + "?" * (self.counts == IF_DATA)
-        return (*self.within, *([name] if is_mask else []))
+        known = self.entries
+        is_mask = self.base == "R" and not self.grad and known.counts
+        name = self.summed + "?" * (known.counts == IF_DATA)
+        return (*known.within, *([name] if is_mask else []))
 
     @property
     def summed(self):
@@ -236,9 +300,8 @@ class Type:
         return times(*self.dims) == ONE
 
     @property
-    def n(self):
-        """The length of the axis of samples."""
-        return times(self.o, N, self.k)
+    def is_mixed(self):
+        return self.rows is not None and self.rows.mixed
 
     @property
     def is_shared(self):
@@ -257,20 +320,16 @@ class Type:
     @property
     def is_count(self):
         """Whether this is n, or some times n: a whole number of 1 or more."""
-        number, names = self.size or (0, ())
+        held = self.content if self.dims == () else None
+        number, names = (held and times(held[0])) or (0, ())
         return number >= 1 and {*names} == {"n"}
 
     @property
-    def size(self):
-        """The size that a scalar holds, `None` if it is not known."""
-        held = self.content if self.dims == () else None
-        return None if held is None else times(held[0])
-
-    @property
     def words(self):
-        if self.base in ("S", "G"):
-            return f"a {'mean' if self.m else 'sum'} over samples"
-        if self.mixed:
+        if self.base == "S" or self.base == "G":
+            is_mean = self.base == "S" and self.m
+            return f"a {'mean' if is_mean else 'sum'} over samples"
+        if self.is_mixed:
             return MIXED
         of_m = "the number of samples" if self.is_of_n else "a sum of weights"
         if self.m:
@@ -295,8 +354,8 @@ def unknown(what):
 def of_data(dtype):
     """Returns what is known of the entries of data."""
     if dtype.is_bool or dtype.is_unsigned:
-        return TRUTHS if dtype.is_bool else POSITIVE
-    return IF_DATA * (dtype.is_floating or dtype.is_integer)
+        return Entries(TRUTHS if dtype.is_bool else POSITIVE)
+    return Entries(IF_DATA * (dtype.is_floating or dtype.is_integer))
 
 
 def owed(zeros, within):
@@ -313,7 +372,7 @@ def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
         # Of a statistic, a rule that is not linear knows that it is bent.
-        bends = v.base == "S" or v.mixed or bool(v.m and not v.is_of_n)
+        bends = v.base == "S" or v.is_mixed or bool(v.m and not v.is_of_n)
         require(v.base in of and not (bends or v.m), v.words, bends)
 
 
@@ -345,23 +404,26 @@ def arrays_of(vals):
     The name of the one that the weight counts is before all others.
     """
     alike = _alike.get()
-    return sorted({alike.get(name, name) for v in vals for name in v.of})
+    return sorted({alike.get(name, name) for v in vals for name in v.origin.of})
 
 
 def same(a, b):
     """Returns the type of R, with the rows that two R share."""
     # Two lengths that are not known are equal, or TensorFlow raises: if one is
     # 1 in a micro-batch, and is broadcast, the large batch fails.
-    is_equal = a.o == b.o and times(a.k) == times(b.k)
+    one, other = a.rows, b.rows
+    is_equal = one.o == other.o and times(one.k) == times(other.k)
     found = arrays_of([a]), arrays_of([b])
     if is_equal and [*map(len, found)] == [1, 1]:
         _note_alike(*sorted([*found[0], *found[1]]))
-    is_like = a.o == b.o and (agree(a.k, b.k) or bool(a.k[1] and b.k[1]))
-    is_as_long = is_like or times(a.n) == times(b.n)
+    is_unknown = bool(one.k[1] and other.k[1])
+    is_like = one.o == other.o and (agree(one.k, other.k) or is_unknown)
+    is_as_long = is_like or times(one.n) == times(other.n)
     require(is_as_long, "axes of samples of unlike lengths")
-    require(a.uniform or b.uniform or is_like, "samples in unlike orders")
-    rows = b if a.uniform else a
-    return a.but(o=rows.o, k=rows.k, uniform=a.uniform and b.uniform)
+    is_any = one.uniform or other.uniform
+    require(is_any or is_like, "samples in unlike orders")
+    o, k = (other if one.uniform else one)[1:3]
+    return a.but().with_rows(o=o, k=k, uniform=one.uniform and other.uniform)
 
 
 def _broadcast_size(sizes):
@@ -381,19 +443,31 @@ def broadcast(vals):
     rank = max(len(v.dims) for v in vals)
     padded = [(ONE,) * (rank - len(v.dims)) + v.dims for v in vals]
     dims = tuple(map(_broadcast_size, zip(*padded, strict=True)))
-    breaks = union(v.breaks for v in vals)
     if not rows:
-        base = "S" if "S" in {v.base for v in vals} else "C"
-        return Type(base, dims, breaks=breaks)
-    places = {v.axis + rank - len(v.dims) for v in rows}
+        return Type("S" if "S" in {v.base for v in vals} else "C", dims)
+    places = {v.rows.axis + rank - len(v.dims) for v in rows}
     require(len(places) == 1, "samples next to others: two axes of them")
-    (axis,), one = places, functools.reduce(same, rows)
+    (axis,), one = places, functools.reduce(same, rows).rows
     # A micro-batch of one sample would be broadcast.
     others = [d for v, d in zip(vals, padded, strict=True) if v.base != "R"]
     require(all(dims[axis] == ONE for dims in others), UNLIKE)
-    dims = put(dims, axis, one.n)
-    found = Type("R", dims, (), axis, one.o, one.k, one.uniform)
-    return found.but(breaks=breaks)
+    one = one._replace(axis=axis, mixed=False)
+    return Type("R", put(dims, axis, one.n), rows=one)
+
+
+def either(vals):
+    """Returns what is known of entries that are those of one or the other.
+
+    Or of their sum, but for how they count: where all are 0, so is this.
+    """
+    known = [v.entries for v in vals]
+    left = [{*each.within} for each in known if each.counts < ZERO]
+    return Entries(
+        counts=min((each.counts for each in known), default=0),
+        within=union([set.intersection(*left)] if left else []),
+        breaks=union(each.breaks for each in known),
+        stays=any(each.stays for each in known),
+    )
 
 
 def added(vals):
@@ -401,18 +475,15 @@ def added(vals):
     # With a factor `m`, `m * (S + x * C)` is S if x is n or a divisor: S may
     # hold x times what samples share. So S/n + C is one, and S + C and
     # (S + C)/n are not.
-    zeros = [v.but(m=()) for v in vals if v.zero and v.base == "C"]
-    vals = [v for v in vals if not (v.zero and v.base == "C")] or zeros[:1]
+    zeros = [v.but(m=()) for v in vals if v.is_zero and v.base == "C"]
+    vals = [v for v in vals if not (v.is_zero and v.base == "C")] or zeros[:1]
     bases, powers = {v.base for v in vals}, {v.m for v in vals}
     require(not bases & {"V", "G"}, "the number of samples, or a guard")
     is_of_n = all(name == "n" for m in powers for name, _ in m)
-    within = union([set.intersection(*({*v.within} for v in vals))])
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
         require(len(powers) == 1, what, is_of_n and "R" in bases)
-        owes = union(v.owes for v in vals)
-        one = broadcast([*vals, *zeros])
-        return one.but(m=vals[0].m, owes=owes, within=within)
+        return broadcast([*vals, *zeros]).but(m=vals[0].m)
     require(not any(v.owes for v in vals), MAY_BE_0)
     means = [v for v in vals if v.base == "S"]
     sums = {v.m for v in means}
@@ -421,7 +492,7 @@ def added(vals):
         is_right &= sums == {(("n", -1),)} and not any(v.dims for v in means)
         require(is_right, MIXED, bends=True)
         rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
-        return rows.but(mixed=True, uniform=False)
+        return rows.with_rows(mixed=True, uniform=False)
     what = "means over unlike numbers of things"
     require(len(sums) == 1, what, is_of_n, CACHE)
     (m,) = sums
@@ -432,8 +503,8 @@ def added(vals):
         advice = "" if any(v.grad for v in vals) else WEIGHT
         what = "a sum over samples, and what samples share"
         require(is_sum, what, False, advice)
-    stays = max(1 + v.grad if v.base == "C" else v.stays for v in vals)
-    return broadcast([*vals, *zeros]).but(m=m, stays=stays, within=within)
+    one = broadcast([*vals, *zeros]).but(m=m)
+    return one.with_entries(stays="C" in bases)
 
 
 def sizes(held, dims):
@@ -444,5 +515,5 @@ def sizes(held, dims):
         count = held[0][1].count("n") if held[0] else 0
         is_known = held[0] and held[0][0] >= 0
         m, counts = (("n", count),) * bool(count), COUNTS * bool(is_known)
-        return Type("C", (), m, content=held, counts=counts)
+        return Type("C", (), m, content=held, entries=Entries(counts))
     return Type("V" if is_of_n else "C", dims, content=held)

@@ -19,8 +19,6 @@ the loss of the large batch is a number; and rounding.
 """
 
 import collections
-import dataclasses
-import functools
 
 import tensorflow as tf
 
@@ -31,11 +29,14 @@ from accumodel._features.proof.types import (
     ONE,
     WEIGHT,
     N,
+    Origin,
     Proof,
+    Rows,
     Type,
     UnprovedError,
     added,
     arrays_of,
+    either,
     may_be_0,
     of_data,
     power,
@@ -62,28 +63,25 @@ def prove(loss, weight, *where, **variables):
     Takes symbolic tensors: the loss and the weight of a micro-batch, `None` if
     the loss is a sum; for the other arguments see `_known`.
     """
-    tensors = [x for x in (weight, loss) if x is not None]
-    variables["is_weighed"] = is_weighed = weight is not None
-    judge = _judge if is_weighed else functools.partial(_judge, None)
-    return _tried({}, _judged, judge, tensors, *where, **variables)
+    return _tried({}, _judged, _judge, weight, [loss], *where, **variables)
 
 
 def prove_rows(outputs, *where, **variables):
     """Returns whether all outputs are proved to be rows of the samples."""
     outputs = tf.nest.flatten(outputs)
     if not outputs:  # a loss may read none
-        return Proof("exact", _judge_rows())
-    return _tried({}, _judged, _judge_rows, outputs, *where, **variables)
+        return Proof("exact", _judge_rows(None))
+    return _tried({}, _judged, _judge_rows, None, outputs, *where, **variables)
 
 
 def prove_shared(tensor, *where, **variables):
     """Returns whether a tensor is proved to depend on no sample."""
 
-    def judge(v):
+    def judge(weight, v):
         require(v.is_shared, f"{v.words}, as a condition")
         return "what samples share"
 
-    return _tried({}, _judged, judge, [tensor], *where, **variables)
+    return _tried({}, _judged, judge, None, [tensor], *where, **variables)
 
 
 def worst(proofs):
@@ -125,7 +123,7 @@ class Gradients:
         for ref in watched:  # as a variable: it may not be in a divisor
             before = known | self._known_by([])
             (v,) = self._analysis.proved([ref.deref()], before)
-            marked[ref] = v.but(uniform=False, grad=True)
+            marked[ref] = v.but(grad=True).with_rows(uniform=False)
         known |= self._known_by(watched) | marked
         types = self._analysis.proved(targets, known)
         return [_gradient(types, _source(x, marked)) for x in by]
@@ -139,13 +137,10 @@ class Gradients:
         """Returns whether all gradients are such sums or means."""
         variables["typed"], proofs = (self._analysis, self._known_by([])), []
         for gradients, weight, *_ in terms:
-            tensors = [x for x in (weight, *gradients) if x is not None]
-            variables["is_weighed"] = is_weighed = weight is not None
-            judge = _judge_all if is_weighed else _judge_sums
-            sizes = self._sizes[tensors[0].graph]
-            proofs.append(
-                _tried(sizes, _judged, judge, tensors, *where, **variables)
-            )
+            tensors = [x for x in gradients if x is not None]
+            sizes = self._sizes[[*tensors, weight][0].graph]
+            judged = _judge_all, weight, tensors, *where
+            proofs.append(_tried(sizes, _judged, *judged, **variables))
         return worst(proofs or [Proof("unknown", "a custom step")])
 
 
@@ -166,16 +161,20 @@ def _source(x, marked):
 def _gradient(targets, by):
     """Returns the type of the gradient of a sum of targets by a source."""
     # Entries are summed up, and so are rows of samples.
-    one = added(
-        [v.but(base="S" if v.base == "R" else v.base, dims=()) for v in targets]
-    )
-    of = (*arrays_of([*targets, by]),)
+    one = added([_summed(v).but(dims=()) for v in targets])
+    entries = either([one, *targets])
+    origin = Origin(of=(*arrays_of([*targets, by]),))
     if by.is_shared:
-        stays = one.stays if one.stays > 1 else 0  # numbers have no gradient
-        return one.but(dims=by.dims, grad=True, stays=stays, of=of)
+        return one.but(dims=by.dims, grad=True, origin=origin, entries=entries)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
-    return by.but(breaks=union([by.breaks, one.breaks]), of=of)
+    breaks = union([by.entries.breaks, entries.breaks])
+    return by.but(origin=origin).with_entries(breaks=breaks)
+
+
+def _summed(v):
+    """Returns the type of a sum of what may be rows of samples."""
+    return v.but(base="S", dims=(), rows=None) if v.rows else v
 
 
 def _tried(sizes, function, *args, **kwargs):
@@ -190,55 +189,50 @@ def _tried(sizes, function, *args, **kwargs):
         return Proof("unknown", what)
 
 
-def _judged(judge, tensors, *where, typed=None, is_weighed=False, **variables):
+def _judged(judge, weight, tensors, *where, typed=None, **variables):
     """Returns the proof by what `judge` says of the types of tensors.
 
-    `typed` is an analysis, and what is known in it. If tensors are weighed, the
-    first one is their weight.
+    `typed` is an analysis, and what is known in it.
     """
     analysis, more = typed or (Analysis(), {})
-    is_python = runs_python(tensors[0].graph)
+    weighed = [] if weight is None else [weight]
+    given = [*weighed, *tensors]
+    is_python = runs_python(given[0].graph)
     require(not is_python, "the step runs Python, such as `tf.py_function`")
-    known, assigned = _known(analysis, tensors[0].graph, *where, **variables)
-    types = analysis.types_of(tensors, known | more)
-    require_known(types, is_of_n=not is_weighed or types[0].is_n)
-    held = [{*v.breaks} for v in types]
-    pairs = zip(types, held, strict=True)
-    what = judge(
-        *(
-            dataclasses.replace(v, breaks=union([breaks - {NEGATIVE}]))
-            for v, breaks in pairs
-        )
-    )
+    known, assigned = _known(analysis, given[0].graph, *where, **variables)
+    types = analysis.types_of(given, known | more)
+    require_known(types, is_of_n=not weighed or types[0].is_n)
+    what = judge(*([] if weighed else [None]), *types)
     require(not assigned, f"the step assigns `{assigned}`")
     return Proof(
         "exact",
         what,
-        if_not_negative=NEGATIVE in set().union(*held),
+        if_not_negative=any(NEGATIVE in v.entries.breaks for v in types),
         if_alike=arrays_of(types) not in ([], [_COUNTED]),
     )
+
+
+def _breaks(v):
+    """Returns the sums where something may not be a number."""
+    return {*v.entries.breaks} - {NEGATIVE}
 
 
 def _judge_all(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    judged = [_judge(weight, v, is_gradient=True) for v in gradients]
+    judged = [_judge(weight, v) for v in gradients]
     return judged[0] if judged else "no gradient"
 
 
-_judge_sums = functools.partial(_judge_all, None)
-
-
-def _judge(weight, loss, is_gradient=False):
+def _judge(weight, loss):
     """Returns what a loss is, if its weight is what it was divided by."""
-    if loss.base == "R":  # its gradient is that of the sum
-        loss = loss.but(base="S", dims=())
+    loss = _summed(loss)  # its gradient is that of the sum
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"
         require(is_sum and not loss.m, what, bends=True)
-        require(not (loss.owes or loss.breaks), MAY_BE_0)
+        require(not _breaks(loss), MAY_BE_0)
         return "a sum over samples"
     is_guard = weight.base == "G"
     require(not is_guard, f"its weight, {weight.words} that is never 0", True)
@@ -257,23 +251,21 @@ def _judge(weight, loss, is_gradient=False):
     is_other = is_sum and any(p < 0 for name, p in loss.m if name != "n")
     advice = WEIGHT * (weight.is_n and is_other)
     require(is_mean or loss.is_shared, what, bends or advice, advice)
-    require(not (loss.owes or weight.owes or weight.breaks), MAY_BE_0)
     # What is not a number is left out if it weighs nothing.
-    is_left_out = not weight.stays and {*loss.breaks} <= {*dict(weight.m)}
-    require(not loss.breaks or is_left_out, MAY_BE_0)
+    breaks, stays = _breaks(loss), weight.entries.stays
+    is_left_out = not (breaks and stays) and breaks <= {*dict(weight.m)}
+    require(is_left_out and not _breaks(weight), MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
-    never_0 = not may_be_0((*loss.m, *weight.m))
-    stays = 1 + loss.grad if loss.base == "C" else loss.stays
-    is_nothing = stays < (1 if is_gradient else 2)
-    is_right = never_0 or weight.stays or is_nothing
+    never_0 = stays or not may_be_0((*loss.m, *weight.m))
+    is_right = never_0 or (is_sum and not loss.entries.stays)
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
 
 
-def _judge_rows(*outputs):
+def _judge_rows(weight, *outputs):
     for v in outputs:
-        is_rows = v.base == "R" and not (v.m or v.axis or v.mixed)
-        is_rows &= v.o == ONE and not v.breaks
+        is_rows = v.rows and v.rows[:2] == (0, ONE) and not v.rows.mixed
+        is_rows = is_rows and not (v.m or _breaks(v))
         require(is_rows, f"an output is {v.words}, not a row of each")
     return "all outputs are rows of samples"
 
@@ -300,32 +292,31 @@ def _known(
     `lengths_alike` is whether all arrays of `data` have as many rows; if not,
     two have if TensorFlow raises otherwise.
     """
-    given = _types_of_data(analysis, data, spans_batches)
-    if not lengths_alike:
-        counted = first_leaf(data).ref()
-        for key, v in given.items():
-            name = _COUNTED if key == counted else key.deref().name
-            of = (name,) if v.base == "R" else ()
-            given[key] = dataclasses.replace(v, of=of)
+    given = _types_of_data(analysis, data, spans_batches, lengths_alike)
     types, assigned = _outside(analysis, graph, rows_variable, ignored, given)
     return types | given, assigned
 
 
-def _types_of_data(analysis, data, spans_batches):
+def _types_of_data(analysis, data, spans_batches, lengths_alike):
     """Returns the types of the data of a micro-batch."""
-    types = {}
+    types, counted = {}, first_leaf(data)
     for x in filter(tf.is_symbolic_tensor, tf.nest.flatten(data)):
         rank = x.shape.rank
         has_samples = bool(rank) and x.shape[0] is None
         is_alike = has_samples and None not in x.shape[1:]
         if rank is None or (spans_batches and not is_alike):
             types[x.ref()] = unknown("batches of unlike lengths in one update")
-        elif has_samples:
-            dims, counts = analysis.dims(x, 0, N), of_data(x.dtype)
-            types[x.ref()] = Type("R", dims, counts=counts)
+            continue
+        name = _COUNTED if x is counted else x.name
+        known = {
+            "entries": of_data(x.dtype),
+            "origin": Origin(of=(name,) * (has_samples and not lengths_alike)),
+        }
+        if has_samples:
+            dims = analysis.dims(x, 0, N)
+            types[x.ref()] = Type("R", dims, rows=Rows(), **known)
         else:
-            dims, counts = analysis.dims(x), of_data(x.dtype)
-            types[x.ref()] = Type("C", dims, counts=counts)
+            types[x.ref()] = Type("C", analysis.dims(x), **known)
     return types
 
 
@@ -360,8 +351,8 @@ def _outside(analysis, graph, rows_variable, ignored, given):
             what = f"`{name}` is another one in each micro-batch"
             types[x.ref()] = unknown(what)
         elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
-            counts = of_data(x.dtype)
-            types[x.ref()] = Type("C", analysis.dims(x), counts=counts)
+            dims, known = analysis.dims(x), of_data(x.dtype)
+            types[x.ref()] = Type("C", dims, entries=known)
         elif OF_ALL in root(outside).op.name:
             types[x.ref()] = Type("C", analysis.dims(x))
         elif is_near:
