@@ -84,7 +84,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 "`AccumStepsScheduler` needs an `AccumulatingModel`. "
                 f"Received: model={self.model}"
             )
-        if self.by == "sample" and not self.model._accumulation.batch_size:
+        if self.by == "sample" and not self._batch_size():
             raise ValueError(
                 '`AccumStepsScheduler(by="sample")` must know the batch size. '
                 "Feed batches of a fixed size, as of `Dataset.batch(n, "
@@ -105,6 +105,9 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             self._count = self._updates
             self._follow(self._find_steps(self.model.accum_steps))
 
+    def _batch_size(self):
+        return self.model._accumulation.training.batch_size
+
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
             return check_accum_steps(self.schedule(self._count, present))
@@ -115,7 +118,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         """Sets `steps`, or what follows the updates that were made since."""
         updates = int(self.model.optimizer.iterations.numpy())
         while self._updates < updates:
-            samples = steps * (self.model._accumulation.batch_size or 0)
+            samples = steps * (self._batch_size() or 0)
             self._count += samples if self.by == "sample" else 1
             self._updates += 1
             steps = self._find_steps(steps)

@@ -347,7 +347,9 @@ class AccumulatingModel(keras.Model):
                 reduction of a loss is unknown, or outside of a training step.
         """
         accumulation = self._accumulation
-        return accumulation.loss_weights.weight(accumulation.plan(), (x, y))
+        return accumulation.training.loss_weights.weight(
+            accumulation.plan(), (x, y)
+        )
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.
@@ -557,7 +559,7 @@ class AccumulatingModel(keras.Model):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         accumulation = self._accumulation
-        accumulation.accumulators.save(accumulation.numbers, store)
+        accumulation.accumulators.save(accumulation.made.numbers, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

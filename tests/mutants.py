@@ -268,33 +268,33 @@ what a GPU drops is the same in each micro-batch
     recurrent: call get_attr dropout => 0.0
 # test_random.py test_random_in_steps.py
 each fed batch of a cycle draws the first rows
-    Draws._open: set begin fed => 0
+    Seeds._open: set begin fed => 0
 each fed batch of a cycle draws by other seeds
     begin_seed: call assign cast => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
-    _numbers.draw: call roll => tf.roll(drawn_rows, 0, axis=0)
+    Rows._draw.draw_from: call roll => tf.roll(drawn_rows, 0, axis=0)
 wide numbers come in blocks of four
-    _numbers: set block => 4
+    Rows._draw: set block => 4
 a draw that all samples share has rows
-    Draws._drawn: set axes => {} or [0] * bool(sizes)
+    Draws._draw_rows: set axes => {} or [0] * bool(sizes)
 a draw from the middle that cannot be begins at the start
-    _apart: return => seed
+    Draws._apart: return => seed
 only the first axis of a draw may be that of the samples
     _axes: set places => [0] * (None in sizes[:1])
 rows along another axis are those of a smaller batch
-    _numbers: set all_rows => own
+    Rows._draw: set all_rows => own
 rows that are no multiple of the samples are drawn again
-    _numbers: set apart truncatemod => 0 * begin
+    Rows._draw: set apart truncatemod => 0 * begin
 what is drawn in a loop is the same in each micro-batch
-    Draws._next: set is_shared => self._has_rows is False
+    Draws._seed.move: if has_rows => True
 a batch that is left out counts for the rows
     leave_out: set kept => tf.constant([1, 1, 1], tf.int64)
 seeds that others use are put back
-    Draws._used: if isdisjoint => True
+    Seeds._used: if isdisjoint => True
 a function that was traced before draws the same again
-    Draws.check: if known => False
+    Seeds.refuse_others: if known => False
 the width of normal numbers is rounded to float32
     _normal: call convert_to_tensor stddev => tf.cast(stddev, dtype)
 a noise shape holds the samples of the micro-batch
@@ -334,7 +334,7 @@ the log forgets the batches before
 lengths that are known late are not checked
     _check_lengths: if lengths => True
 who was not called is counted
-    Engine.end: set may_be_nothing => self._skip_nonfinite
+    Engine.end: set may_be_nothing => self._settings.skip_nonfinite
 evaluate does not cut
     _is_ours: return keeps_step => False
 a step of the instance is forgotten
@@ -368,7 +368,7 @@ a function that was traced before is not seen
 gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen
-    ModelGraph._trace: call trained_norms => ({} if self._is_training else [])
+    TracedModel._trace: call trained_norms => ({} if is_training else [])
 # test_traces.py
 a function in a step that was traced before counts nothing
     Collector.end: if => False
@@ -388,7 +388,7 @@ XLA compiles each width
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws._drawn: set is_apart => len(axes) > 1 or name not in OFFSETS
+    Draws._draw_rows: set is_apart => len(axes) > 1 or name not in OFFSETS
 # test_where_features_meet.py
 layers train in a model that is not told to
     call_model: if => True

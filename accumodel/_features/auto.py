@@ -89,7 +89,7 @@ class Auto(Feature):
         super().__init__(accumulation)
         self._samples = 0  # the most that were fed at once, to a replica
         # The variables that steps assign, by their ids.
-        self._assigned = accumulation.assigned["auto"]
+        self._assigned = accumulation.made.assigned["auto"]
         # What they were before this batch, as pairs `(copy, value)`.
         self._before: list = []
         self._assign_size(micro_batches.ALL)

@@ -241,7 +241,7 @@ def before_first(plan, trains, batches):
     if trains:
         build(plan, data)
         _build_trackers(plan, data)
-    is_done = trains and accumulation.is_rehearsed
+    is_done = trains and accumulation.training.is_rehearsed
     if not is_done and _is_needed(plan, trains, data):
         rehearse_step(plan, data, trains=trains)
     accumulation.ready_logged()
@@ -357,7 +357,7 @@ def rehearse_step(
         return collector.terms
 
     of_weights = [
-        hooks.replaced(accumulator, "_has_weights", None)
+        hooks.replaced(accumulator._seen, "has_weights", None)
         for accumulator in accumulation.accumulators
     ]
     scalars = [tf.TensorSpec((), tf.int64)] * 2
@@ -365,9 +365,9 @@ def rehearse_step(
         specs = leaves_of(data) if is_sized else specs_of(data)
         found = rehearse(plan.model, run, *scalars, *specs, is_real=is_real)
     if trains and not (is_real or is_sized):
-        accumulation.is_rehearsed = True
+        accumulation.training.is_rehearsed = True
         is_made = found.error is None and collector.error is None
-        accumulation.sample_axes.is_made = is_made
+        accumulation.training.sample_axes.is_made = is_made
     return found, collector
 
 

@@ -54,8 +54,8 @@ def around_parts(plan, trains):
     if plan.numbers is None:
         return scopes
     return [
-        plan.accumulation.states.of(plan),
-        random_numbers.Draws(plan, trains).of,
+        plan.accumulation.training.states.of(plan),
+        random_numbers.Seeds(plan, trains).of,
         *scopes,
     ]
 

@@ -133,8 +133,7 @@ class Step:
     def has_samples(self, loss, key, place=0):
         """Whether the first axis of a loss is that of the samples."""
         # It is then as long as that of the data, or as all their time steps.
-        axes, sizes = self.plan.accumulation.sample_axes, sizes_of(loss)
-        samples = first_leaf(self.data).shape[0]
+        samples, sizes = first_leaf(self.data).shape[0], sizes_of(loss)
         if sizes == []:
             return False
         if samples is None:
@@ -143,7 +142,7 @@ class Step:
             is_single = loss.shape.num_elements() == 1 != samples
             is_like = not (samples and (sizes[0] or 0) % samples)
             guess = is_like and not is_single
-        return axes.decide(
+        return self.plan.accumulation.training.sample_axes.decide(
             key, place, sizes, samples, guess, "A loss", self.is_conditional()
         )
 
@@ -223,11 +222,14 @@ class FedBatch:
         with on_host():
             return i * n // count, (i + 1) * n // count
 
-    def known_length(self, begin, end):
-        """Returns how many samples one has, or `None` if it is not known."""
+    def known_length(self, i):
+        """Returns the samples of the i-th, or `None` if they are not known."""
         if not self.is_split:
             return first_leaf(self.data).shape[0]
-        return int(end - begin) if tf.executing_eagerly() else None
+        if not tf.executing_eagerly():
+            return None
+        begin, end = self.bounds(i)
+        return int(end - begin)
 
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""

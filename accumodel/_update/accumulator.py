@@ -108,11 +108,11 @@ class GradientAccumulator(Engine):
             TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1.
         """
-        return int(self._untracked.accum_steps.numpy())
+        return int(self._settings.accum_steps.numpy())
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        self._untracked.accum_steps.assign(checks.check_accum_steps(value))
+        self._settings.accum_steps.assign(checks.check_accum_steps(value))
 
     @property
     def pending_steps(self) -> int:
@@ -166,7 +166,7 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        present = self._present or (True,) * len(self.variables)
+        present = self._seen.present or (True,) * len(self.variables)
         if tf.executing_eagerly():
             # To call operations for the first time takes as long as a step.
             if not (self.pending_steps or self.phase()):

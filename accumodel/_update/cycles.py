@@ -219,7 +219,7 @@ def write(accumulator, cycle):
     with accumulator.scope():
         for name, variable in _held(accumulator, cycle["given"]).items():
             variable.assign(cycle[name])
-        accumulator._has_weights = True if cycle["totals"][1] > 0 else None
+        accumulator._seen.has_weights = True if cycle["totals"][1] > 0 else None
 
 
 def _held(accumulator, given):

@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._features.whole_batch import sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph
+from accumodel._features.whole_batch.graph import ModelGraph, TracedModel
 from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -148,20 +148,21 @@ class _Passes:
                 "random numbers in the model or in the data set)"
             )
             assignments.check_repeats(sliced.graph.as_graph_def(), why)
-        draws = random_numbers.Draws(plan, is_training)
+        seeds = random_numbers.Seeds(plan, is_training)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
-            draws.replaced(),
+            seeds.of_any(),
         ):
-            graph = ModelGraph(plan, x, is_training)
-        draws.check(graph.graph)
-        random_numbers.Draws(plan, is_training).begin(self.parts)
-        _check_outputs(plan, graph)
+            traced = TracedModel(plan, x, is_training)
+        seeds.refuse_others(traced.graph)
+        random_numbers.Seeds(plan, is_training).begin(self.parts)
+        _check_outputs(plan, traced.tensors)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
-            assignments.check_repeats(graph.definition, why)
-        graph.cut()
-        _check_no_pairs(plan, graph, x)
+            assignments.check_repeats(traced.definition, why)
+        graph = ModelGraph(traced)
+        traced.norms.check(graph, is_training)
+        _check_no_pairs(plan, traced.tensors, x)
         return graph
 
     def _x_of(self, i):
@@ -177,9 +178,9 @@ class _Passes:
 
     def _collect(self, piece, step):
         """Runs a piece in a step for each micro-batch; returns arrays."""
-        draws: typing.Any = None
+        seeds: typing.Any = None
         if piece.assigned or piece.reads(self._plan.numbers.rows):
-            draws = random_numbers.Draws(
+            seeds = random_numbers.Seeds(
                 self._plan, self._is_training, piece.assigned
             )
         # Gradients of variables are in the sums already.
@@ -198,7 +199,7 @@ class _Passes:
             ]
 
         def body(i, arrays):
-            with draws.of(self.parts, i) if draws else contextlib.nullcontext():
+            with seeds.of(self.parts, i) if seeds else contextlib.nullcontext():
                 tensors = tensors_in(step(self._values_of(piece, i)))
             with micro_batches.on_host():
                 written = [
@@ -228,7 +229,7 @@ class _Passes:
             collected = self._forward_of(piece)
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
-            variable = graph.averages[key]
+            variable = graph.traced.norms.variables[key]
             self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
@@ -239,7 +240,7 @@ class _Passes:
                 private_names.set_mask(output, mask)
             if logits is not None:
                 private_names.set_logits(output, logits)
-        return outputs, [*zip(graph.owners, losses, strict=True)]
+        return outputs, [*zip(graph.traced.tensors.owners, losses, strict=True)]
 
     def _forward_of(self, piece):
         states = assignments.States(piece.assigned)
@@ -332,7 +333,8 @@ class _Passes:
     def backward(self, cache, collector, add):
         """Runs all stages backward, and adds the gradients of the variables."""
         graph = self._graph
-        given, pieces = graph.differentiate([graph.ends[i] for i in cache])
+        ends = graph.traced.tensors.ends
+        given, pieces = graph.split_gradient([ends[i] for i in cache])
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
@@ -425,14 +427,14 @@ def _join(plan, parts, array):
 # -- what cannot be computed from the whole batch ------------------------------
 
 
-def _check_outputs(plan, graph):
+def _check_outputs(plan, tensors):
     """Raises unless the outputs and added losses can be joined and cut."""
     named = [
         ("output" + "".join(f"[{key!r}]" for key in path), output)
-        for path, output in keras.tree.flatten_with_path(graph.outputs)
+        for path, output in keras.tree.flatten_with_path(tensors.outputs)
         if output is not None
     ]
-    vectors = [loss for loss in graph.losses if loss.shape.rank]
+    vectors = [loss for loss in tensors.losses if loss.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
         # The number of samples in a part is not known.
@@ -459,9 +461,9 @@ def _option(plan):
     )
 
 
-def _check_no_pairs(plan, graph, x):
+def _check_no_pairs(plan, tensors, x):
     """Raises if another axis of an output grows with the samples: for pairs."""
-    leaves, outputs = tf.nest.flatten(x), tensors_in(graph.outputs)
+    leaves, outputs = tf.nest.flatten(x), tensors_in(tensors.outputs)
     if (
         all(None not in output.shape[1:] for output in outputs)
         or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)

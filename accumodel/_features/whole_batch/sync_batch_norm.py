@@ -79,7 +79,7 @@ class Norms:
         """Raises unless each that trains uses the statistics of the batch."""
         own = {
             key
-            for key, value in graph.new.items()
+            for key, value in graph.traced.tensors.new.items()
             if not graph.is_of_batch(value)
         }
         called = {id(norm.layer) for norm in self.calls}
@@ -91,7 +91,11 @@ class Norms:
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
                 _refuse(layer, "which computes statistics of its own")
-            uses = [op for e in variables for op in graph.uses(e).values()]
+            uses = [
+                op
+                for each in variables
+                for op in graph.traced.uses(each).values()
+            ]
             if any(op.type != "ReadVariableOp" for op in uses):
                 _refuse(layer, "in a `tf.function` that is traced already")
 
