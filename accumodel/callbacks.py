@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from accumodel._keras_and_tf.checks import check_accum_steps
+from accumodel._keras_and_tf.checks import require_accum_steps
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -62,7 +62,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             )
         if isinstance(schedule, Mapping):
             for key, accum_steps in schedule.items():
-                check_accum_steps(accum_steps)
+                require_accum_steps(accum_steps)
                 if type(key) is not int or key < 0:
                     raise ValueError(
                         f"The keys of `schedule` must be {by}s, ints from 0. "
@@ -110,7 +110,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
 
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
-            return check_accum_steps(self.schedule(self._count, present))
+            return require_accum_steps(self.schedule(self._count, present))
         begun = [key for key in self.schedule if key <= self._count]
         return self.schedule[max(begun)] if begun else present
 

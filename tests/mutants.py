@@ -42,7 +42,7 @@ IGNORED = ["--ignore=tests/test_mutants.py"]
 FAULTS = """
 # test_accumulator.py
 a step uses the accumulator of another model
-    Collector.check: if holder => False
+    Collector.require_place: if holder => False
 an error leaves half-added sums in a custom loop
     _forget_if_broken: call not_equal => tf.constant(False)
 # test_after_update.py
@@ -59,9 +59,9 @@ a broken part is repeated
 what a later batch began with is not saved
     Auto._run_one: for values => ()
 a cycle that memory cannot bring back goes on
-    Auto._check_cycle: call drop => None
+    Auto._prepare_cycle: call drop => None
 an accumulator of several batches goes with auto
-    Auto._check_cycle: call _check_steps => None
+    Auto._prepare_cycle: call _refuse_steps => None
 # test_callbacks.py
 a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
@@ -74,9 +74,9 @@ no wait before the count
 no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
-    sums.add: if overwrites => False
+    sums.add_scaled: if overwrites => False
 gradients of an earlier cycle count
-    Engine._end_cycle: call assign => None
+    Engine._clear_cycle: call assign => None
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
@@ -186,7 +186,7 @@ the remainder is applied although it is to be dropped
 averages of no update replace the weights
     finalize_after_update: if => True
 an overflow is added inside of XLA
-    Engine.add: call where new => new
+    Engine.add_micro_batch: call where new => new
 each step of a custom loop ends a cycle
     _count_batch.count: set is_full => True
 # test_models.py
@@ -196,12 +196,12 @@ Keras's test step in micro-batches
     test_steps.test: if model => True
 # test_old_files.py
 a file forgets the weights of its sums
-    cycles.write: call assign => name == "totals" or {}
+    cycles.write_cycle: call assign => name == "totals" or {}
 # test_process_gradients.py
 the hook sees the loss scale
     process: set given => gradients
 what the hook returns is not looked at
-    process: call check_shapes => None
+    process: call require_shapes => None
 an update moves weights before all of the hook is done
     process: call tuple => result
 an overflow is hidden by process_gradients
@@ -300,14 +300,14 @@ the width of normal numbers is rounded to float32
 a noise shape holds the samples of the micro-batch
     shape_of: set is_full => False
 slices are drawn twice
-    _Passes._trace: call check_repeats sliced => None
+    _Passes._trace: call refuse_repeats sliced => None
 # test_refused_or_warned.py
 a loop that does not split is let pass
-    check_loop: if size => False
+    refuse_loop: if size => False
 targets may differ in length
     samples: if => False
 what takes a resource is harmless
-    check_assignments: call _takes_resource => False
+    refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
 a rehearsal draws from the seeds of the model
     rehearse.run: call own_draws => hooks.silenced()
@@ -317,7 +317,7 @@ what is rematerialized reads what it assigned before
 the second pass draws other rows
     _Call._run: call _draws => tf.name_scope("x")
 random numbers of TensorFlow may be rematerialized
-    run_first: call check_repeats => None
+    run_first: call refuse_repeats => None
 layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early
@@ -332,16 +332,16 @@ each part ends its fed batch
 the log forgets the batches before
     LossLogs._set: call assign total => tracker.total.assign(loss * size)
 lengths that are known late are not checked
-    _check_lengths: if lengths => True
+    _require_lengths: if lengths => True
 who was not called is counted
-    Engine.end: set may_be_nothing => self._settings.skip_nonfinite
+    Engine.end_batch: set may_be_nothing => self._settings.skip_nonfinite
 evaluate does not cut
     _is_ours: return keeps_step => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
 # test_state.py
 a file may lack a sum
-    cycles._check: call get given => ()
+    cycles._require_fitting: call get given => ()
 weights that are set keep the cycle
     drop: call reset => None
 # test_sync_batch_norm.py
@@ -358,13 +358,13 @@ seeds are those of the next stage
 a part that draws without a seed of its own draws the first rows
     _collect: if _plan => part.assigned
 statistics of a layer's own are not seen
-    Norms.check: set own => set()
+    Norms.refuse_own_statistics: set own => set()
 a normalization in a loop is split
     Norms._note: if _graph => False
 a normalization that is rematerialized is not seen
     Norms._note: if are_known => False
 a function that was traced before is not seen
-    Norms.check: if uses => False
+    Norms.refuse_own_statistics: if uses => False
 gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen

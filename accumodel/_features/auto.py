@@ -103,7 +103,7 @@ class Auto(Feature):
         """Refuses what this `micro_batch_size` cannot go with."""
         if not cls.is_on(options):
             return
-        cls._check_steps(options.accum_steps)
+        cls._refuse_steps(options.accum_steps)
         if replicas.is_multi_worker(model.distribute_strategy):
             raise ValueError(
                 f'`micro_batch_size="{cls.NAME}"` cannot be used with several '
@@ -112,7 +112,7 @@ class Auto(Feature):
             )
 
     @classmethod
-    def _check_steps(cls, accum_steps, owner=""):
+    def _refuse_steps(cls, accum_steps, owner=""):
         """Raises if several batches would make one update."""
         if accum_steps > 1:
             raise ValueError(
@@ -130,7 +130,7 @@ class Auto(Feature):
         """Returns a function that runs each batch until memory suffices."""
         is_traced, model = False, self.accumulation.model
 
-        def run(batches):
+        def run_batches(batches):
             nonlocal is_traced
             spec = getattr(batches, "element_spec", None)
             if not (is_traced or spec is None or model.run_eagerly):
@@ -145,12 +145,12 @@ class Auto(Feature):
                 raise StopIteration
             return logs
 
-        return run
+        return run_batches
 
     def _run_one(self, function, trains, data):
         accumulators = self.accumulation.accumulators
         if trains:
-            self._check_cycle(accumulators)
+            self._prepare_cycle(accumulators)
         samples = max(
             micro_batches.count_of_each_replica(
                 data, self.accumulation.strategy
@@ -178,10 +178,10 @@ class Auto(Feature):
         self._samples = max(self._samples, samples)
         return logs
 
-    def _check_cycle(self, accumulators):
+    def _prepare_cycle(self, accumulators):
         """Lets the next batch be a cycle, or raises."""
         for each in accumulators:
-            self._check_steps(each.accum_steps, " of a `GradientAccumulator`")
+            self._refuse_steps(each.accum_steps, " of a `GradientAccumulator`")
         accumulators.drop("fit", ", or use an int as `micro_batch_size`")
 
     def _save(self, variable):
@@ -229,16 +229,16 @@ class Auto(Feature):
         tf.raw_ops.Assert(condition=done, data=[done, *kept])
         return result
 
-    def check_graph(self, graph):
+    def refuse_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
         why = f'With `micro_batch_size="{self.NAME}"`, a batch may be run again'
-        assignments.check_assignments(graph.as_graph_def(), why)
+        assignments.refuse_assignments(graph.as_graph_def(), why)
 
     def around_batch(self):
         """Returns a scope in which a step assigns what can be put back."""
-        return assignments.Recorder(self._record)
+        return assignments.Recorder(self._save_new)
 
-    def _record(self, variable):
+    def _save_new(self, variable):
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
             # This step was not run yet: this is the value before it.
@@ -260,10 +260,10 @@ class Fastest(Auto):
         self._begin = 0  # the first epoch
 
     @classmethod
-    def _check_steps(cls, accum_steps, owner=""):
+    def _refuse_steps(cls, accum_steps, owner=""):
         """Takes any: what is timed need not be run again."""
 
-    def _check_cycle(self, accumulators):
+    def _prepare_cycle(self, accumulators):
         """Goes on with the cycle that is pending."""
 
     def begin_fit(self, arguments):

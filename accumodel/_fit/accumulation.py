@@ -54,14 +54,14 @@ class Options:
         given = vars(self)
         given.update(
             {
-                field.name: checks.check_bool(field.name, given[field.name])
+                field.name: checks.require_bool(field.name, given[field.name])
                 for field in dataclasses.fields(self)
                 if isinstance(field.default, bool)
             },
-            micro_batch_size=checks.check_micro_batch_size(
+            micro_batch_size=checks.require_micro_batch_size(
                 self.micro_batch_size
             ),
-            accum_steps=checks.check_accum_steps(self.accum_steps),
+            accum_steps=checks.require_accum_steps(self.accum_steps),
         )
         if self.remainder not in _REMAINDERS:
             raise ValueError(
@@ -134,14 +134,14 @@ class Accumulation:
         own = {k: kwargs.pop(k) for k in vars(Options()) if k in kwargs}
         try:
             options = Options(**own)
-            self._check(options)
+            self._refuse_conflicts(options)
             # Else, a second pass may read weights that have moved.
             is_again = private_names.is_rematerialized(model)
-            accumulates = is_again or self.is_asked_to(options)
+            accumulates = is_again or self.must_accumulate(options)
             super_compile(*args, **kwargs)
-            checks.check_optimizer(model.optimizer, options.skip_nonfinite)
+            checks.require_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
-                checks.check_can_accumulate(model, options)
+                checks.refuse_wrong_model(model, options)
                 replicas.warn_about_xla(model)
         except BaseException:
             model.compiled = False
@@ -151,13 +151,13 @@ class Accumulation:
         self._use(options)
         self.accumulators.begin_anew()
 
-    def _check(self, options):
+    def _refuse_conflicts(self, options):
         """Refuses arguments that do not go together."""
         for kind in self._kinds:
             kind.check(self.model, options)
-            checks.check_conflicts(kind, self.model, options)
+            checks.refuse_conflicts(kind, self.model, options)
 
-    def is_asked_to(self, options):
+    def must_accumulate(self, options):
         """Whether a custom step must use an accumulator.
 
         With a `RematScope` it need not.
@@ -221,9 +221,9 @@ class Accumulation:
         """Whether the user's model has a method of its own."""
         return checks.overrides(self.model, name)
 
-    def check_loop(self, name):
+    def refuse_loop(self, name):
         """Raises if a custom loop calls what needs `compile`, or `fit`."""
-        checks.check_compiled(self.model, name)
+        checks.require_compiled(self.model, name)
         size = self.options.micro_batch_size
         if size is not None:
             raise ValueError(
@@ -260,10 +260,10 @@ class Accumulation:
         """Changes options between `compile`s, or raises if they are wrong."""
         options = dataclasses.replace(self.options, **changed)
         for name in changed:
-            checks.check_compiled(self.model, name)
-        self._check(options)
+            checks.require_compiled(self.model, name)
+        self._refuse_conflicts(options)
         if options.accum_steps > 1 or options.micro_batch_size is not None:
-            checks.check_can_accumulate(self.model, options)
+            checks.refuse_wrong_model(self.model, options)
         self._use(options)
         if "accum_steps" in changed:
             for accumulator in self.accumulators:
@@ -354,7 +354,7 @@ class Accumulation:
         # Only the first micro-batch may build the variables of the model.
         if self.model._gradient_accumulator is None:
             replicas.across_replicas(
-                self.accumulators.build, self.options, self.made.numbers
+                self.accumulators.make_own, self.options, self.made.numbers
             )
         accumulator = self.model._gradient_accumulator
         if not accumulator.fits(self.model):

@@ -192,12 +192,12 @@ class Silent(Collector):
         self.bounds: typing.Any = None  # of the micro-batch, by a function
 
     @contextlib.contextmanager
-    def around(self, data):
-        with super().around(data), contextlib.suppress(Enough):
+    def around_step(self, data):
+        with super().around_step(data), contextlib.suppress(Enough):
             yield
             self.finish()
 
-    def check(self, accumulator):
+    def require_place(self, accumulator):
         pass  # it is outside of all strategies
 
     def add(self, accumulator, gradients, weight, is_last):
@@ -352,7 +352,7 @@ def rehearse_step(
         with hooks.all_of(scope(parts, i) for scope in scopes):
             part = parts.data if is_sized else parts.data_of(i)
             step = one_step(own, part, collector, None, own.is_compiled)
-            with step, collector.around(part):
+            with step, collector.around_step(part):
                 _run_step(own, part, collector, trains)
         return collector.terms
 

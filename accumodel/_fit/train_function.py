@@ -90,7 +90,7 @@ def _prepare_to_accumulate(accumulation):
     if not accumulation.accumulates:
         return
     # Layers may have been built since `compile`.
-    checks.check_can_accumulate(model, accumulation.options)
+    checks.refuse_wrong_model(model, accumulation.options)
     # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
@@ -98,7 +98,7 @@ def _prepare_to_accumulate(accumulation):
     is_first = is_split and not [*accumulation.accumulators]
     if model.built and (is_first or not accumulation.overrides("train_step")):
         optimizers.build_optimizer(model)
-        accumulation.accumulators.build(
+        accumulation.accumulators.make_own(
             accumulation.options, accumulation.made.numbers
         )
 
@@ -135,12 +135,12 @@ def _train(model, train_step, data):
     logs = _run(plan, train_step, data, collector)
     own = None if accumulation.spans_batches else model._gradient_accumulator
     is_added = collector.end(accumulation.accumulators, own)
-    is_asked_to = accumulation.is_asked_to(accumulation.options)
-    has_to_add = accumulation.spans_batches or is_asked_to
+    must_accumulate = accumulation.must_accumulate(accumulation.options)
+    has_to_add = accumulation.spans_batches or must_accumulate
     if not is_added and accumulation.made.numbers is not None:
         # No update ends the cycle.
-        accumulation.training.states.end_cycle()
-        replicas.across_replicas(accumulation.made.numbers.end_cycle, ())
+        accumulation.training.states.assign_new()
+        replicas.across_replicas(accumulation.made.numbers.begin_next_cycle, ())
     if has_to_add and not is_added and model.trainable_variables:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "

@@ -68,7 +68,7 @@ def _make_functional(cls, accumulating, functional):
     return cls
 
 
-def check_model(model, accumulating):
+def require_convertible(model, accumulating):
     """Raises unless `from_model` can keep how `model` trains."""
     if not isinstance(model, KerasModel):
         raise TypeError(

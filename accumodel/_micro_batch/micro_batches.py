@@ -193,8 +193,7 @@ class FedBatch:
     """One fed batch, and its micro-batches; one if it is not split."""
 
     def __init__(self, plan, data):
-        self._model, self.data, self.is_split = plan.model, data, plan.is_split
-        self._may_differ = "slice_data" in plan.overridden
+        self.plan, self.data, self.is_split = plan, data, plan.is_split
         self.ordered = None
         with on_host():
             self.count = (
@@ -211,8 +210,8 @@ class FedBatch:
         values = tf.nest.flatten(first_leaf(self.data), expand_composites=True)
         # For a custom `slice_data`, some arrays may have other lengths. A batch
         # that is not split may be anything.
-        if self.is_split and self._may_differ:
-            values += _check_lengths(_counted(self.data), _OTHER_TARGETS)
+        if self.is_split and "slice_data" in self.plan.overridden:
+            values += _require_lengths(_counted(self.data), _OTHER_TARGETS)
         with tf.control_dependencies(values):  # it waits for the data
             return tf.identity(count_samples(self.data))
 
@@ -241,7 +240,7 @@ class FedBatch:
     def data_of(self, i):
         begin, end = self.bounds(i)
         with on_host():
-            data = self._model.slice_data(self.data, begin, end)
+            data = self.plan.model.slice_data(self.data, begin, end)
             if self.ordered is not None:
                 data = self.ordered.cut(data, begin, end)
             return data
@@ -258,7 +257,7 @@ def as_tensors(data):
 def slice_data(data, begin, end):
     """See `AccumulatingModel.slice_data`."""
 
-    def cut(leaf):
+    def slice_leaf(leaf):
         if not has_axis(leaf):
             return leaf
         if not isinstance(leaf, tf.SparseTensor):
@@ -270,8 +269,8 @@ def slice_data(data, begin, end):
         part.set_shape([None, *leaf.shape[1:]])
         return part
 
-    with tf.control_dependencies(_check_lengths(_leaves(data), _OTHERS)):
-        return keras.tree.map_structure(cut, data)
+    with tf.control_dependencies(_require_lengths(_leaves(data), _OTHERS)):
+        return keras.tree.map_structure(slice_leaf, data)
 
 
 def has_axis(leaf):
@@ -339,7 +338,7 @@ def _length(leaf):
     return (tf.unstack(sizes) if is_vector else sizes)[0]
 
 
-def _check_lengths(leaves, message):
+def _require_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
     names = [name_of_leaf(path) for path, _ in leaves]
     lengths = [tf.TensorShape(leaf.shape)[0] for _, leaf in leaves]

@@ -113,15 +113,15 @@ class RandomNumbers:
         kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
         self._change(lambda: self.fed.assign(self.fed * kept))
 
-    def end_cycle(self, after):
+    def begin_next_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
 
-        def end():
+        def begin_on_replica():
             # Replicas do not inherit these.
             with tf.control_dependencies([*after]):
-                self._end()
+                self._begin_next()
 
-        self._change(end)
+        self._change(begin_on_replica)
 
     def forget_cycle(self):
         """Puts the seeds back to where the cycle began."""
@@ -133,7 +133,7 @@ class RandomNumbers:
                 first = tf.cast(begin[1:], state.dtype)
                 is_of_it = tf.equal(begin[0], cycle)
                 state.assign(tf.where(is_of_it, first, state.value))
-            self._end()
+            self._begin_next()
 
         self._change(forget)
 
@@ -142,7 +142,7 @@ class RandomNumbers:
         if self.accumulation.made.assigned["seeds"] or self._counts:
             replicas.on_each_replica(change)
 
-    def _end(self):
+    def _begin_next(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
         self.rows.assign([0, 0, 0])  # which an error may have left
 
@@ -208,7 +208,7 @@ class Seeds:
         self._begins, self._is_begun = trains and not self._is_known, False
 
     @contextlib.contextmanager
-    def of(self, parts, i):
+    def around_part(self, parts, i):
         """Scope in which the i-th micro-batch draws its rows."""
         graph, is_last = current_graph(), None
 
@@ -220,7 +220,9 @@ class Seeds:
             # Without data, no seed may move.
             return [] if parts.is_split else [parts.samples]
 
-        draws = Draws(self._plan, self.record, parts.known_length(i), open_part)
+        draws = Draws(
+            self._plan, self.read_seed, parts.known_length(i), open_part
+        )
         with draws.replaced():
             if self._is_known or self._known:
                 open_part()
@@ -239,7 +241,7 @@ class Seeds:
 
     def of_any(self):
         """Returns a scope in which what is traced draws rows when it runs."""
-        return Draws(self._plan, self.record).replaced()
+        return Draws(self._plan, self.read_seed).replaced()
 
     def _open(self, parts, i):
         """Assigns the `rows` of a micro-batch; returns whether it is the last.
@@ -270,9 +272,9 @@ class Seeds:
             with self._states.outside(), recorded():
                 self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
-            self.record(state)
+            self.read_seed(state)
 
-    def record(self, state):
+    def read_seed(self, state):
         """Reads a seed before the fed batch draws from it."""
         begins = self._begins and self._is_begun
         if begins and id(state) not in self._states.before:
@@ -401,7 +403,7 @@ class Draws:
             self._once,
         )
         arguments.pop("noise_shape", arguments.pop("shape", None))
-        return OFFSETS[name](rows.draw, **arguments)
+        return OFFSETS[name](rows.draw_by, **arguments)
 
     def read_rows(self):
         """Returns the numbers in `rows`, of which there are samples."""
@@ -447,25 +449,25 @@ def replaced_draws(draw, **others):
     # and its arguments in a dict. `others` replace other functions of the hook,
     # such as `next`.
 
-    def call(name, original, *args, **kwargs):
+    def draw_named(name, original, *args, **kwargs):
         public = inspect.signature(getattr(keras.random, name))
         with private_names.needed_for("random numbers"):
             bound = public.bind(*args, **kwargs)
         return draw(name, original, bound.arguments)
 
-    drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
+    drawn = {name: functools.partial(draw_named, name) for name in hooks.DRAWS}
 
     def draw_seed(original, seed):
         # One that is a tensor is drawn already.
         return seed if tf.is_tensor(seed) else original(seed)
 
-    def build(original, *args, **kwargs):
+    def build_by_keras(original, *args, **kwargs):
         with hooks.draws.none():  # initial weights are no draws of a step
             return original(*args, **kwargs)
 
     with (
         hooks.draws(**drawn, draw_seed=draw_seed, **others),
-        hooks.builds(_maybe_build=build, add_weight=build),
+        hooks.builds(_maybe_build=build_by_keras, add_weight=build_by_keras),
     ):
         yield
 

@@ -43,7 +43,7 @@ class Rows(typing.NamedTuple):
     is_full: bool  # whether it is known how many the large batch has
     once: typing.Callable  # see `once_in_each_graph`
 
-    def draw(self, operation, drawn, make=None, **kwargs):
+    def draw_by(self, operation, drawn, make=None, **kwargs):
         """Returns the rows; the names of operations say which they are.
 
         The raw `operation` takes `kwargs`, and returns numbers of the dtype

@@ -134,7 +134,7 @@ class Engine(tf.Module):
             return {}
         return super()._trackable_children(save_type, **kwargs)
 
-    def _end_cycle(self):
+    def _clear_cycle(self):
         self._clear(self._totals, self._count, self._counts, self._phase)
         self._given.assign(tf.zeros_like(self._given))
 
@@ -176,8 +176,8 @@ class Engine(tf.Module):
         # In a custom loop, each micro-batch is a fed batch.
         collector = step.collector if in_fit else Collector(is_split=False)
         if not (in_fit and self is step.plan.model._gradient_accumulator):
-            collector.check(self)
-        gradients = self._check(step, gradients, weight)
+            collector.require_place(self)
+        gradients = self._accept(step, gradients, weight)
         if in_fit:  # which ends the fed batch, and knows of errors
             collector.take(self, gradients, weight)
             return
@@ -186,11 +186,11 @@ class Engine(tf.Module):
             collector.take(self, gradients, weight)
             collector.end([self])
 
-    def _check(self, step, gradients, weight):
+    def _accept(self, step, gradients, weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
         variables, has_weight = self._settings.variables, weight is not None
-        gradients, named = checks.check_gradients(gradients, variables)
-        checks.check_weight(weight, "`weight`")
+        gradients, named = checks.require_gradients(gradients, variables)
+        checks.require_weight(weight, "`weight`")
         # What was traced does not look at it again, so it stays the same.
         if self._seen.has_weights not in (None, has_weight):
             raise ValueError(
@@ -236,7 +236,7 @@ class Engine(tf.Module):
             if self._seen.numbers is not None:
                 self._seen.numbers.forget_cycle()
                 self._seen.numbers.accumulation.training.states.forget()
-            self._end_cycle()
+            self._clear_cycle()
             self._clear(*self._sums)
 
     def _forget_if_broken(self):
@@ -245,7 +245,7 @@ class Engine(tf.Module):
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
-    def add(self, gradients, weight, is_split, is_last):
+    def add_micro_batch(self, gradients, weight, is_split, is_last):
         """Adds a micro-batch to this replica's sums.
 
         Its gradient may come in several parts, of which the last one adds the
@@ -299,11 +299,11 @@ class Engine(tf.Module):
         step, variables = current_step(), self._settings.variables
         in_fit = step is not None and step.collector is not None
 
-        def add():
+        def add_to_sums():
             with recorded():
                 # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
-                sums.add(self._sums, gradients, scale, variables)
+                sums.add_scaled(self._sums, gradients, scale, variables)
 
         if step is not None and step.is_compiled:
             # An XLA cluster would carry all sums through a condition. What is
@@ -311,13 +311,13 @@ class Engine(tf.Module):
             for total in self._sums:
                 total.read_value()
             gradients = sums.zero_unless(is_used, gradients)
-            add()
+            add_to_sums()
         elif in_fit and not step.is_conditional():
-            run_if(is_used, add)
+            run_if(is_used, add_to_sums)
         else:
-            call_if(is_used, add)
+            call_if(is_used, add_to_sums)
 
-    def end(self, present, is_conditional, is_cycle):
+    def end_batch(self, present, is_conditional, is_cycle):
         """Ends a fed batch of which all micro-batches were added.
 
         `present` says which variables got a gradient. If it is a cycle, it is
@@ -375,7 +375,7 @@ class Engine(tf.Module):
                 self.optimizer,
             )
 
-        def apply():
+        def update_weights():
             named = self._seen.named
             triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
@@ -383,7 +383,7 @@ class Engine(tf.Module):
                 (g, v) for g, v, n in triples if n or g is not None
             )
 
-        call_if(keep, apply)
+        call_if(keep, update_weights)
         # What reads a variable waits for what assigns to it.
         reads = [
             # Of an operation; `read_value` makes another one.
@@ -401,7 +401,7 @@ class Engine(tf.Module):
         waits = replicas.local_results(counts)
         taken, skipped = tf.unstack(waits[0])
         if not is_cycle:
-            waits = [*waits, *self._check_set(present)]
+            waits = [*waits, *self._require_same_set(present)]
 
         def count():
             self._given.assign(present)
@@ -418,7 +418,7 @@ class Engine(tf.Module):
                 self._seen.numbers.leave_out(is_added)
             call_if(is_added, count)
 
-    def _check_set(self, present):
+    def _require_same_set(self, present):
         """Returns checks that the cycle so far trains these variables."""
         is_same = tf.reduce_all(tf.equal(self._given, present))
         text = (
@@ -461,7 +461,7 @@ class Engine(tf.Module):
         if is_compiled and not tf.executing_eagerly():
             update = tf.function(update, jit_compile=True, autograph=False)
         if self._seen.numbers is not None:
-            self._seen.numbers.accumulation.training.states.end_cycle()
+            self._seen.numbers.accumulation.training.states.assign_new()
         phases = replicas.local_results(self._phase)
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
@@ -480,9 +480,9 @@ class Engine(tf.Module):
                 # Which `process_gradients` may have left out.
                 is_update = self._process_gradients is None or updates[0]
                 call_if(is_update, self._after_update)
-            self._end_cycle()
+            self._clear_cycle()
             if self._seen.numbers is not None:
-                self._seen.numbers.end_cycle(updates)
+                self._seen.numbers.begin_next_cycle(updates)
 
 
 @contextlib.contextmanager
@@ -496,12 +496,12 @@ def _without_own_reduction(optimizers):
         return
     is_called = False
 
-    def take(original, pairs):
+    def keep_pairs(original, pairs):
         nonlocal is_called
         is_called = True
         return pairs
 
-    with hooks.reductions_of(optimizers, take):
+    with hooks.reductions_of(optimizers, keep_pairs):
         yield
     if not is_called:
         raise RuntimeError(
@@ -514,13 +514,13 @@ def _without_own_reduction(optimizers):
 def call_if(condition, function):
     """Calls a function if a scalar, `True` or a tensor, is true."""
 
-    def call():
+    def branch():
         function()  # what it returns may differ from nothing
 
     if condition is True:
-        call()
+        branch()
     else:
-        tf.cond(condition, call, lambda: None)
+        tf.cond(condition, branch, lambda: None)
 
 
 def run_if(condition, function):
@@ -593,13 +593,13 @@ class Collector:
         # condition may have left it out.
         self._entries: dict = {}
 
-    def check(self, accumulator):
+    def require_place(self, accumulator):
         """Raises unless this is a step of its model and of its strategy."""
         step, holder = current_step(), fitted.get()
         if step is not None:  # replicas are threads, which `fitted` is not of
             holder = step.plan.accumulation.accumulators
         if holder is not None:
-            holder.check_holds(accumulator, step is not None)
+            holder.require_held(accumulator, step is not None)
         strategy = (
             tf.distribute.get_strategy()
             if tf.distribute.has_strategy()
@@ -614,7 +614,7 @@ class Collector:
                 f"{own}, called under {strategy}"
             )
 
-    def around(self, data):
+    def around_step(self, data):
         """Returns the scope of the step of a micro-batch."""
         if self.observer is None:
             return contextlib.nullcontext()
@@ -633,7 +633,7 @@ class Collector:
 
     def add(self, accumulator, gradients, weight, is_last):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""
-        accumulator.add(gradients, weight, self._is_split, is_last)
+        accumulator.add_micro_batch(gradients, weight, self._is_split, is_last)
         present = tuple(gradient is not None for gradient in gradients)
         before, was_conditional = self._entries.get(
             accumulator, (present, False)
@@ -657,5 +657,5 @@ class Collector:
             if each not in self._entries and each._seen.is_in_step:
                 self._entries[each] = (each._seen.present, True)
         for accumulator, entry in self._entries.items():
-            accumulator.end(*entry, is_cycle=accumulator is own)
+            accumulator.end_batch(*entry, is_cycle=accumulator is own)
         return bool(self._entries)

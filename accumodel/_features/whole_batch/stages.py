@@ -85,7 +85,7 @@ class WholeBatch(Feature):
         losses = logs.LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
-            own, cache, weight, log = passes.differentiate(*ends)
+            own, cache, weight, log = passes.gradients_of_loss(*ends)
             add: typing.Any = plan.model.accumulate_gradients
             if own and (cache or tensors_in(own)):  # else that says what lacks
                 add = functools.partial(
@@ -106,7 +106,7 @@ class WholeBatch(Feature):
         outputs, layer_losses = passes.forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            _, loss = passes.compute_loss(
+            _, loss = passes.loss_of_batch(
                 outputs, layer_losses, x, y, sample_weight
             )
         step = plan, x, y, outputs, sample_weight, loss
@@ -147,7 +147,7 @@ class _Passes:
                 f"With {_option(plan)}, `slice_data` is called twice (draw "
                 "random numbers in the model or in the data set)"
             )
-            assignments.check_repeats(sliced.graph.as_graph_def(), why)
+            assignments.refuse_repeats(sliced.graph.as_graph_def(), why)
         seeds = random_numbers.Seeds(plan, is_training)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
@@ -156,13 +156,13 @@ class _Passes:
             traced = TracedModel(plan, x, is_training)
         seeds.refuse_others(traced.graph)
         random_numbers.Seeds(plan, is_training).begin(self.parts)
-        _check_outputs(plan, traced.tensors)
+        _require_rows(plan, traced.tensors)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
-            assignments.check_repeats(traced.definition, why)
+            assignments.refuse_repeats(traced.definition, why)
         graph = ModelGraph(traced)
-        traced.norms.check(graph, is_training)
-        _check_no_pairs(plan, traced.tensors, x)
+        traced.norms.refuse_own_statistics(graph, is_training)
+        _refuse_pairs(plan, traced.tensors, x)
         return graph
 
     def _x_of(self, i):
@@ -199,7 +199,11 @@ class _Passes:
             ]
 
         def body(i, arrays):
-            with seeds.of(self.parts, i) if seeds else contextlib.nullcontext():
+            with (
+                seeds.around_part(self.parts, i)
+                if seeds
+                else contextlib.nullcontext()
+            ):
                 tensors = tensors_in(step(self._values_of(piece, i)))
             with micro_batches.on_host():
                 written = [
@@ -259,7 +263,7 @@ class _Passes:
 
     # -- 2. The loss of the batch ----------------------------------------------
 
-    def differentiate(self, outputs, layer_losses):
+    def gradients_of_loss(self, outputs, layer_losses):
         """Returns gradients of the loss, its weight, and a function for logs.
 
         Gradients by the variables that the loss itself uses, in a list, and by
@@ -274,7 +278,7 @@ class _Passes:
             if each is not None
             and (each.dtype.is_floating or each.dtype.is_complex)
         }
-        compute = functools.partial(self.compute_loss, outputs, layer_losses)
+        compute = functools.partial(self.loss_of_batch, outputs, layer_losses)
         (own, by_ends), weight, log = forward_backward.differentiate(
             self._plan, self.parts.data, compute, [*watched.values()]
         )
@@ -302,7 +306,7 @@ class _Passes:
         is_right = tf.math.is_finite(gradient) | (self.parts.samples > 0)
         return tf.where(is_right, gradient, tf.zeros_like(gradient))
 
-    def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
+    def loss_of_batch(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
         self._states.save()
         # Keras knows losses by their ids, and keeps them in a scope.
@@ -427,7 +431,7 @@ def _join(plan, parts, array):
 # -- what cannot be computed from the whole batch ------------------------------
 
 
-def _check_outputs(plan, tensors):
+def _require_rows(plan, tensors):
     """Raises unless the outputs and added losses can be joined and cut."""
     named = [
         ("output" + "".join(f"[{key!r}]" for key in path), output)
@@ -461,7 +465,7 @@ def _option(plan):
     )
 
 
-def _check_no_pairs(plan, tensors, x):
+def _refuse_pairs(plan, tensors, x):
     """Raises if another axis of an output grows with the samples: for pairs."""
     leaves, outputs = tf.nest.flatten(x), tensors_in(tensors.outputs)
     if (

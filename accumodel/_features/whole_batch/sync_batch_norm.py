@@ -58,12 +58,12 @@ class Norms:
 
     def _note(self, original, layer, inputs, mask):
         if current_graph() is not self._graph:
-            _refuse(
+            _refuse_norm(
                 layer,
                 "called in a loop (as by an `RNN`), a condition or a function",
             )
         if self.are_known:
-            _refuse(
+            _refuse_norm(
                 layer,
                 "called again for the gradients, since it is rematerialized "
                 "(`keras.RematScope`, `tf.recompute_grad`)",
@@ -75,7 +75,7 @@ class Norms:
         self.calls.append(Norm(layer, moments, statistics, given, fuzz))
         return tuple(tf.unstack(statistics))
 
-    def check(self, graph, is_training):
+    def refuse_own_statistics(self, graph, is_training):
         """Raises unless each that trains uses the statistics of the batch."""
         own = {
             key
@@ -90,14 +90,14 @@ class Norms:
             )
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
-                _refuse(layer, "which computes statistics of its own")
+                _refuse_norm(layer, "which computes statistics of its own")
             uses = [
                 op
                 for each in variables
                 for op in graph.traced.uses(each).values()
             ]
             if any(op.type != "ReadVariableOp" for op in uses):
-                _refuse(layer, "in a `tf.function` that is traced already")
+                _refuse_norm(layer, "in a `tf.function` that is traced already")
 
 
 def _compute_moments(inputs, mask, axis):
@@ -155,7 +155,7 @@ def join(norm, moments):
     return tf.stack([mean, variance])
 
 
-def _refuse(layer, why):
+def _refuse_norm(layer, why):
     raise ValueError(
         "`sync_batch_norm=True` cannot split the model at this layer. Call it "
         "outside of loops, conditions and functions, with Keras's statistics; "
