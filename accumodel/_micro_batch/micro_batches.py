@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def is_sure(self):
-        """Whether how they are split is known, not only if memory runs out."""
+        """False for `"auto"` and `"fastest"`: they split if memory runs out."""
         return not isinstance(self.options.micro_batch_size, str)
 
     @property
@@ -132,7 +132,7 @@ class Step:
 
     def has_samples(self, loss, key, place=0):
         """Whether the first axis of a loss is that of the samples."""
-        # It is then as long as that of the data, or as all their time steps.
+        # If so, its length is that of the data, or a multiple of it.
         samples, sizes = first_leaf(self.data).shape[0], sizes_of(loss)
         if sizes == []:
             return False

@@ -337,11 +337,12 @@ class Draws:
 
     def __init__(self, plan, record, samples=None, open_part=list):
         self._plan, self._record = plan, record
-        self._samples, self._open_part = samples, open_part
+        self.samples, self._open_part = samples, open_part
+        self.spans_batches = plan.accumulation.spans_batches
         self._graph = current_graph()
         # How often the axes of each draw were asked for.
         self._asked: collections.Counter = collections.Counter()
-        self._once = once_in_each_graph()
+        self.once = once_in_each_graph()
 
     def replaced(self):
         """Returns a scope in which what is traced draws the rows."""
@@ -390,18 +391,7 @@ class Draws:
             return original(**arguments, seed=seed)
         if is_apart:
             return original(**arguments, seed=self._apart(seed))
-        # A cycle of several fed batches may not be full.
-        is_full = not self._plan.accumulation.spans_batches
-        rows = Rows(
-            axes[0],
-            shape,
-            sizes,
-            seed,
-            self.read_rows,
-            self._samples,
-            is_full,
-            self._once,
-        )
+        rows = Rows(self, axes[0], shape, sizes, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
         return OFFSETS[name](rows.draw_by, **arguments)
 
@@ -428,7 +418,7 @@ class Draws:
         # It is the first one if that may be as long.
         key = name, id(getattr(seed, "state", None))
         self._asked[key] += 1
-        samples = self._samples
+        samples = self.samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
         step = current_step()
         return self._plan.accumulation.training.sample_axes.decide(

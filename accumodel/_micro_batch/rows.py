@@ -34,14 +34,11 @@ def rows_axis(name):
 class Rows(typing.NamedTuple):
     """What is drawn, and by whom."""
 
+    draws: typing.Any  # the `Draws` of the micro-batch
     axis: int  # that of the samples
     shape: typing.Any
     sizes: list  # of the shape, `None` where unknown
     seed: typing.Any
-    read: typing.Callable  # see `Draws.read_rows`
-    samples: int | None  # of the micro-batch, if their number is known
-    is_full: bool  # whether it is known how many the large batch has
-    once: typing.Callable  # see `once_in_each_graph`
 
     def draw_by(self, operation, drawn, make=None, **kwargs):
         """Returns the rows; the names of operations say which they are.
@@ -51,8 +48,9 @@ class Rows(typing.NamedTuple):
         them, see `normal_in_xla`.
         """
         needs_all = self.axis or make is not None
-        is_known = self.is_full or not needs_all
-        with tf.name_scope(f"{_ROWS}{self.axis}" if is_known else "apart"):
+        # A cycle of several fed batches may not be full.
+        is_row = not (needs_all and self.draws.spans_batches)
+        with tf.name_scope(f"{_ROWS}{self.axis}" if is_row else "apart"):
             return self._draw(operation, drawn, make, **kwargs)
 
     def _draw(self, operation, drawn, make, **kwargs):
@@ -61,13 +59,13 @@ class Rows(typing.NamedTuple):
         # samples; if it is not, they are not known, and take other counters.
         # `block` numbers come from one value of the counter. Not `//`, which
         # XLA compiles to much more.
-        axis, sizes, once = self.axis, self.sizes, self.once
+        axis, sizes, once = self.axis, self.sizes, self.draws.once
         block = 4 if tf.as_dtype(drawn).size <= 4 else 2
         rest = sizes[axis + 1 :]
         own, inner = sizes[axis], None if None in rest else math.prod(rest)
         is_aligned = make is None and inner is not None and inner % block == 0
         with host():
-            begin, samples, of_batch = once(self.read)
+            begin, samples, of_batch = once(self.draws.read_rows)
             if own is None:
                 own = tf.cast(self.shape[axis], tf.int64)
             shape = self._tensor_of_shape()
@@ -75,7 +73,7 @@ class Rows(typing.NamedTuple):
                 inner = tf.reduce_prod(shape[axis + 1 :])
             first, multiple = once(operator.mul, begin, inner), 1
             apart = self._number(0)
-            if sizes[axis] is None or own != self.samples:
+            if sizes[axis] is None or own != self.draws.samples:
                 own = tf.cast(own, tf.int64)
                 multiple = tf.truncatediv(own, samples)
                 apart = begin * tf.minimum(
@@ -116,7 +114,7 @@ class Rows(typing.NamedTuple):
 
     def _number(self, value, dtype=tf.int64):
         """Returns a constant, which is made once in each graph."""
-        return self.once(tf.constant, value, dtype)
+        return self.draws.once(tf.constant, value, dtype)
 
     def _tensor_of_shape(self):
         if None not in self.sizes:
