@@ -99,7 +99,7 @@ sums of an earlier cycle count
 a search takes the largest of the sizes that are nearly the fastest
     _end_size: call min k => max(sizes)
 a short batch is timed
-    Fastest._note: if _length => True
+    Fastest._record_time: if _length => True
 # test_first_batch.py
 weights of micro-batches are not compared
     Comparison._matters: set is_even => True
@@ -188,7 +188,7 @@ averages of no update replace the weights
 an overflow is added inside of XLA
     Engine.add_micro_batch: call where new => new
 each step of a custom loop ends a cycle
-    _count_batch.count: set is_full => True
+    _count_batch.count_batch: set is_full => True
 # test_models.py
 weights of a subclass in another order
     track_alike: call add_to_store => None
@@ -268,15 +268,15 @@ what a GPU drops is the same in each micro-batch
     recurrent: call get_attr dropout => 0.0
 # test_random.py test_random_in_steps.py
 each fed batch of a cycle draws the first rows
-    Seeds._open: set begin fed => 0
+    Seeds._assign_rows: set begin fed => 0
 each fed batch of a cycle draws by other seeds
     begin_seed: call assign cast => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
-    Rows._draw.draw_from: call roll => tf.roll(drawn_rows, 0, axis=0)
+    Rows._compute.draw_from: call roll => tf.roll(drawn_rows, 0, axis=0)
 wide numbers come in blocks of four
-    Rows._draw: set block => 4
+    Rows._compute: set block => 4
 a draw that all samples share has rows
     Draws._draw_rows: set axes => {} or [0] * bool(sizes)
 a draw from the middle that cannot be begins at the start
@@ -284,9 +284,9 @@ a draw from the middle that cannot be begins at the start
 only the first axis of a draw may be that of the samples
     _axes: set places => [0] * (None in sizes[:1])
 rows along another axis are those of a smaller batch
-    Rows._draw: set all_rows => own
+    Rows._compute: set all_rows => own
 rows that are no multiple of the samples are drawn again
-    Rows._draw: set apart truncatemod => 0 * begin
+    Rows._compute: set apart truncatemod => 0 * begin
 what is drawn in a loop is the same in each micro-batch
     Draws._seed.move: if has_rows => True
 a batch that is left out counts for the rows
@@ -315,7 +315,7 @@ a rehearsal draws from the seeds of the model
 what is rematerialized reads what it assigned before
     _differentiate: set get_current_value => lambda variable: None
 the second pass draws other rows
-    _Call._run: call _draws => tf.name_scope("x")
+    _Call._run_once: call _draws => tf.name_scope("x")
 random numbers of TensorFlow may be rematerialized
     run_first: call refuse_repeats => None
 layers do not train when they run again
@@ -346,7 +346,7 @@ weights that are set keep the cycle
     drop: call reset => None
 # test_sync_batch_norm.py
 what a normalization assigns is read again in the second pass
-    _Passes.forward: call record => None
+    _Passes.run_forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there
@@ -368,7 +368,7 @@ a function that was traced before is not seen
 gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen
-    TracedModel._trace: call trained_norms => ({} if is_training else [])
+    TracedModel._call_model: call trained_norms => ({} if is_training else [])
 # test_traces.py
 a function in a step that was traced before counts nothing
     Collector.end: if => False

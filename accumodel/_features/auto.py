@@ -167,11 +167,11 @@ class Auto(Feature):
                 if not is_out_of_memory(error):
                     raise
                 if trains and any(each.phase() < 0 for each in accumulators):
-                    _give_up(_WHILE_UPDATING, error)
+                    _raise_for_memory(_WHILE_UPDATING, error)
                 for copy, value in self._before:
                     copy.assign(value)
                 if trains and accumulators.pending_steps:
-                    _give_up(_IN_A_CYCLE, error)
+                    _raise_for_memory(_IN_A_CYCLE, error)
                 if trains:
                     accumulators.reset()
                 self._halve(samples, error)
@@ -194,7 +194,7 @@ class Auto(Feature):
         """Halves the size, or says why that would not help."""
         failed = min(self._size, samples)
         if failed <= 1:
-            _give_up(_ONE_SAMPLE, error)
+            _raise_for_memory(_ONE_SAMPLE, error)
         self._assign_size(-(-failed // 2))
         warnings.warn(
             f"Out of memory with up to {failed} samples in the model at once. "
@@ -281,10 +281,10 @@ class Fastest(Auto):
         logs = super()._run_one(function, trains, data)
         if trains and self._fed < _FED and self._is_worth_it():
             tf.test.experimental.sync_devices()  # a GPU may still compute
-            self._note(time.perf_counter() - begin, data)
+            self._record_time(time.perf_counter() - begin, data)
         return logs
 
-    def _note(self, seconds, data):
+    def _record_time(self, seconds, data):
         """Notes the time of a batch; then tries the next size, or ends."""
         leaves = tf.nest.flatten(data, expand_composites=True)
         length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
@@ -317,5 +317,5 @@ class Fastest(Auto):
             print(f"\nThe fastest micro_batch_size is {self.current_size()}")
 
 
-def _give_up(text, error):
+def _raise_for_memory(text, error):
     raise tf.errors.ResourceExhaustedError(None, None, text) from error

@@ -83,7 +83,7 @@ class _Call:
                 self._count_assignment, self._keep_read
             )
             with tf.name_scope("remat") as name:
-                returned = self._run(self._inputs, scope)
+                returned = self._run_once(self._inputs, scope)
             graph = self._graph.as_graph_def()
             why = f"{self._function} runs twice (`keras.RematScope`)"
             assignments.refuse_repeats(graph, why, name)
@@ -130,7 +130,7 @@ class _Call:
         once = tf.summary.record_if(False)  # they are written already
         with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            returned = self._context.run(self._run, inputs, scope)
+            returned = self._context.run(self._run_once, inputs, scope)
         derivatives = tape.gradient(
             floats_in(returned), [*sources, *variables], gradients
         )
@@ -139,7 +139,7 @@ class _Call:
             (of_inputs, derivatives[len(sources) :]) if variables else of_inputs
         )
 
-    def _run(self, inputs, scope):
+    def _run_once(self, inputs, scope):
         args, kwargs = inputs
         with self._draws(), hooks.replaced(_local, "is_open", True), scope:
             return self._function(*args, **kwargs), scope.losses

@@ -88,7 +88,7 @@ class Hook:
     def _open(self, functions):
         with _lock:
             if not self._users:
-                self._restore()  # what Ctrl-C may have left
+                self._unhook()  # what Ctrl-C may have left
                 with needed_for(self._what):
                     self._places = self._find()
                 self._originals = {
@@ -106,9 +106,9 @@ class Hook:
             with _lock:
                 self._users -= 1
                 if not self._users:
-                    self._restore()
+                    self._unhook()
 
-    def _restore(self):
+    def _unhook(self):
         for (owner, name), original in self._originals.items():
             setattr(owner, name, original)
         self._originals = {}

@@ -100,7 +100,7 @@ class States:
         self.variables = variables
         self.before: dict = {}  # their values, by the same ids
 
-    def save(self):
+    def record_known(self):
         """Reads the variables that are known and were not read yet."""
         for variable in [*self.variables.values()]:
             self.record(variable)
@@ -110,10 +110,10 @@ class States:
         key = id(variable)
         self.variables[key] = variable
         if key not in self.before:
-            with self.outside():
+            with self.in_step():
                 self.before[key] = tf.convert_to_tensor(variable.value)
 
-    def outside(self):
+    def in_step(self):
         """Returns a scope in which all is part of the step itself."""
         return within(self._graph)
 

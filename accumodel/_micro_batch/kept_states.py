@@ -71,7 +71,8 @@ class KeptStates:
                 yield
         finally:  # a rehearsal may end before its step
             alike = [
-                (self._keep(v), before) for v, before in assigned.of_no_sample()
+                (self._kept_of(v), before)
+                for v, before in assigned.of_no_sample()
             ]
         for (state, new, is_new), before in alike:
             with graphs.recorded():
@@ -79,7 +80,7 @@ class KeptStates:
                 is_new.assign(True)
                 state.assign(before)
 
-    def _keep(self, variable):
+    def _kept_of(self, variable):
         def make_kept():
             state = optimizers.tf_variable(variable)
             zeros = tf.zeros(state.shape, state.dtype)

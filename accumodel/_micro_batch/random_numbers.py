@@ -111,7 +111,7 @@ class RandomNumbers:
     def leave_out(self, is_added):
         """Lets the last fed batch be as if it was not fed, unless it counts."""
         kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
-        self._change(lambda: self.fed.assign(self.fed * kept))
+        self._on_replicas(lambda: self.fed.assign(self.fed * kept))
 
     def begin_next_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
@@ -121,12 +121,12 @@ class RandomNumbers:
             with tf.control_dependencies([*after]):
                 self._begin_next()
 
-        self._change(begin_on_replica)
+        self._on_replicas(begin_on_replica)
 
     def forget_cycle(self):
         """Puts the seeds back to where the cycle began."""
 
-        def forget():
+        def forget_on_replica():
             cycle = self.cycle()
             for key, begin in self.begins.items():
                 state = self.accumulation.made.assigned["seeds"][key]
@@ -135,9 +135,9 @@ class RandomNumbers:
                 state.assign(tf.where(is_of_it, first, state.value))
             self._begin_next()
 
-        self._change(forget)
+        self._on_replicas(forget_on_replica)
 
-    def _change(self, change):
+    def _on_replicas(self, change):
         """Changes the seeds on each replica, if anything is drawn."""
         if self.accumulation.made.assigned["seeds"] or self._counts:
             replicas.on_each_replica(change)
@@ -216,14 +216,14 @@ class Seeds:
             nonlocal is_last
             if is_last is None:
                 with within(graph):
-                    is_last = self._open(parts, i)
+                    is_last = self._assign_rows(parts, i)
             # Without data, no seed may move.
             return [] if parts.is_split else [parts.samples]
 
         draws = Draws(
             self._plan, self.read_seed, parts.known_length(i), open_part
         )
-        with draws.replaced():
+        with draws.in_force():
             if self._is_known or self._known:
                 open_part()
             yield
@@ -241,15 +241,15 @@ class Seeds:
 
     def of_any(self):
         """Returns a scope in which what is traced draws rows when it runs."""
-        return Draws(self._plan, self.read_seed).replaced()
+        return Draws(self._plan, self.read_seed).in_force()
 
-    def _open(self, parts, i):
+    def _assign_rows(self, parts, i):
         """Assigns the `rows` of a micro-batch; returns whether it is the last.
 
         Before its first draw, since not all models draw.
         """
         samples, (begin, end) = parts.samples, parts.bounds(i)
-        self.begin(parts)
+        self.begin_fed_batch(parts)
         with on_host(), recorded():
             size = end - begin
             is_last = tf.equal(end, samples)
@@ -263,13 +263,13 @@ class Seeds:
             self._plan.numbers.rows.assign([begin, size, samples])
         return is_last
 
-    def begin(self, parts):
+    def begin_fed_batch(self, parts):
         """Begins the fed batch, with the seeds of its cycle."""
         if self._is_begun:
             return
         self._is_begun = True
         if self._begins and self._spans:
-            with self._states.outside(), recorded():
+            with self._states.in_step(), recorded():
                 self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
             self.read_seed(state)
@@ -279,7 +279,7 @@ class Seeds:
         begins = self._begins and self._is_begun
         if begins and id(state) not in self._states.before:
             # Unseen by scopes, such as a `Recorder`.
-            with hooks.outside_of_scopes(), self._states.outside(), recorded():
+            with hooks.outside_of_scopes(), self._states.in_step(), recorded():
                 self._plan.numbers.begin_seed(state, self._cycle)
         self._states.record(state)
 
@@ -344,7 +344,7 @@ class Draws:
         self._asked: collections.Counter = collections.Counter()
         self.once = once_in_each_graph()
 
-    def replaced(self):
+    def in_force(self):
         """Returns a scope in which what is traced draws the rows."""
         return replaced_draws(self._draw, next=self._next)
 
@@ -447,7 +447,7 @@ def replaced_draws(draw, **others):
 
     drawn = {name: functools.partial(draw_named, name) for name in hooks.DRAWS}
 
-    def draw_seed(original, seed):
+    def keep_drawn(original, seed):
         # One that is a tensor is drawn already.
         return seed if tf.is_tensor(seed) else original(seed)
 
@@ -456,7 +456,7 @@ def replaced_draws(draw, **others):
             return original(*args, **kwargs)
 
     with (
-        hooks.draws(**drawn, draw_seed=draw_seed, **others),
+        hooks.draws(**drawn, draw_seed=keep_drawn, **others),
         hooks.builds(_maybe_build=build_by_keras, add_weight=build_by_keras),
     ):
         yield

@@ -51,9 +51,9 @@ class Rows(typing.NamedTuple):
         # A cycle of several fed batches may not be full.
         is_row = not (needs_all and self.draws.spans_batches)
         with tf.name_scope(f"{_ROWS}{self.axis}" if is_row else "apart"):
-            return self._draw(operation, drawn, make, **kwargs)
+            return self._compute(operation, drawn, make, **kwargs)
 
-    def _draw(self, operation, drawn, make, **kwargs):
+    def _compute(self, operation, drawn, make, **kwargs):
         # They begin at `(j * all_rows + begin) * inner` numbers, for each `j`
         # of the axes before them. Their number may be a multiple of the
         # samples; if it is not, they are not known, and take other counters.

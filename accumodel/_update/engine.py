@@ -403,7 +403,7 @@ class Engine(tf.Module):
         if not is_cycle:
             waits = [*waits, *self._require_same_set(present)]
 
-        def count():
+        def count_batch():
             self._given.assign(present)
             self._count.assign_add(1)
             is_full = is_cycle or self._count >= self._settings.accum_steps
@@ -416,7 +416,7 @@ class Engine(tf.Module):
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
             if may_be_nothing and self._seen.numbers is not None:
                 self._seen.numbers.leave_out(is_added)
-            call_if(is_added, count)
+            call_if(is_added, count_batch)
 
     def _require_same_set(self, present):
         """Returns checks that the cycle so far trains these variables."""

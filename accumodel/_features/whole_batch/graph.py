@@ -62,7 +62,7 @@ class TracedModel:
         # The variables that it assigns, by their ids.
         self.assigned = plan.assigned["model"]
         function = tf.function(
-            functools.partial(self._trace, plan, is_training),
+            functools.partial(self._call_model, plan, is_training),
             jit_compile=plan.is_compiled,
             autograph=False,
         ).get_concrete_function(x)
@@ -77,7 +77,7 @@ class TracedModel:
                 "accumodel", function
             )
 
-    def _trace(self, plan, is_training, x):
+    def _call_model(self, plan, is_training, x):
         # Here, since they note which graph is traced.
         splits = plan.options.sync_batch_norm
         self.norms = Norms(
@@ -114,7 +114,7 @@ class TracedModel:
         operations = [] if handle is None else handle.consumers()
         return {op.name: op for op in operations}
 
-    def reads(self, variable):
+    def reads_of(self, variable):
         """Returns the tensors that are a variable, each time it is read."""
         uses = self.uses(variable).values()
         reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
@@ -243,7 +243,7 @@ class ModelGraph:
     def split_gradient(self, ends):
         """Returns placeholders of gradients by `ends`, and pieces to run."""
         traced, norms = self.traced, self.traced.norms.calls
-        variables = [*map(traced.reads, traced.model.trainable_variables)]
+        variables = [*map(traced.reads_of, traced.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
         as_before = _entered(traced.tensors.context)
         with traced.graph.as_default(), traced.norms.noted(), as_before:
@@ -331,7 +331,7 @@ class Piece:
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
         self._flat = tensors_in(makes)
-        self._operations, taken = self._find(position, effects)
+        self._operations, taken = self._find_operations(position, effects)
         # What earlier pieces make, by names.
         self.takes = {n: e for n, e in taken.items() if not is_placeholder(e)}
         # What it is called with: the inputs of the model, if it takes one, what
@@ -353,7 +353,7 @@ class Piece:
             if written & traced.uses(variable).keys()
         }
 
-    def _find(self, position, effects):
+    def _find_operations(self, position, effects):
         """Returns its operations, and what they take, each by its name."""
         graph = self._graph
         stage = graph.stage_at(position)
@@ -361,19 +361,19 @@ class Piece:
         taken: dict = {}
         pending = [*effects]
 
-        def follow(tensors):
+        def walk(tensors):
             for tensor in tensors:
                 if is_placeholder(tensor) or graph.is_taken(tensor, position):
                     taken[tensor.name] = tensor
                 else:
                     pending.append(tensor.op)
 
-        follow(self._flat)
+        walk(self._flat)
         while pending:
             op = pending.pop()
             if op.name not in operations:
                 operations[op.name] = op
-                follow(op.inputs)
+                walk(op.inputs)
                 pending += [
                     each
                     for each in op.control_inputs

@@ -81,7 +81,7 @@ class WholeBatch(Feature):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=True)
-        ends = passes.forward()
+        ends = passes.run_forward()
         losses = logs.LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
@@ -94,7 +94,7 @@ class WholeBatch(Feature):
                     weight=weight,
                 )
         if cache:
-            passes.backward(cache, collector, add)
+            passes.run_backward(cache, collector, add)
         with step():
             add(own)
             return log()
@@ -103,7 +103,7 @@ class WholeBatch(Feature):
         """Evaluates one fed batch, see `train`."""
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=False)
-        outputs, layer_losses = passes.forward()
+        outputs, layer_losses = passes.run_forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
             _, loss = passes.loss_of_batch(
@@ -133,12 +133,12 @@ class _Passes:
         """Returns the `ModelGraph` of a micro-batch."""
         plan, is_training, x = self._plan, self._is_training, None
 
-        def spec(leaf):
+        def as_spec(leaf):
             return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
         def slice_one(i):
             nonlocal x
-            x = tf.nest.map_structure(spec, self._x_of(i))
+            x = tf.nest.map_structure(as_spec, self._x_of(i))
 
         # In a function, where the number of samples is not known.
         sliced = trace(slice_one, tf.TensorSpec((), tf.int64))
@@ -155,7 +155,7 @@ class _Passes:
         ):
             traced = TracedModel(plan, x, is_training)
         seeds.refuse_others(traced.graph)
-        random_numbers.Seeds(plan, is_training).begin(self.parts)
+        random_numbers.Seeds(plan, is_training).begin_fed_batch(self.parts)
         _require_rows(plan, traced.tensors)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
@@ -226,7 +226,7 @@ class _Passes:
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
-    def forward(self):
+    def run_forward(self):
         """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
         for piece in graph.forward:
@@ -250,7 +250,7 @@ class _Passes:
         states = assignments.States(piece.assigned)
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
-            states.save()
+            states.record_known()
         collected = self._collect(piece, loop.make_step(self._plan, piece))
         moments = [array.stack() for array in collected["moments"]]
         with tf.GradientTape() as tape:
@@ -308,7 +308,7 @@ class _Passes:
 
     def loss_of_batch(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
-        self._states.save()
+        self._states.record_known()
         # Keras knows losses by their ids, and keeps them in a scope.
         with assignments.Recorder(self._states.record):
             for layer, loss in layer_losses:
@@ -334,7 +334,7 @@ class _Passes:
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cache, collector, add):
+    def run_backward(self, cache, collector, add):
         """Runs all stages backward, and adds the gradients of the variables."""
         graph = self._graph
         ends = graph.traced.tensors.ends

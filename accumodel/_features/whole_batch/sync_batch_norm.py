@@ -134,20 +134,20 @@ def join(norm, moments):
     # As in Keras, where it has no effect under a mask.
     is_shared = norm.layer.synchronized and not norm.fuzz
 
-    def total(weights, values):
+    def weighted(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
         if is_shared:
             (values,) = replicas.sum_over_replicas([values])
         return values
 
     ones = tf.ones_like(counts)
-    count = tf.stop_gradient(total(ones, counts))
+    count = tf.stop_gradient(weighted(ones, counts))
     shares = tf.stop_gradient(tf.math.divide_no_nan(counts, count))
     inverse = tf.stop_gradient(tf.math.divide_no_nan(ones, count))
-    mean = total(shares, means)
+    mean = weighted(shares, means)
     # The deviations add up to zero, and so does the gradient by the mean.
     deviations = tf.math.square(means - tf.stop_gradient(mean))
-    variance = total(inverse, squares) + total(shares, deviations)
+    variance = weighted(inverse, squares) + weighted(shares, deviations)
     if norm.fuzz:  # Keras divides by a bit more
         scale = tf.math.divide_no_nan(count, count + norm.fuzz)
         variance = scale * (variance + (mean * (1 - scale)) ** 2)
