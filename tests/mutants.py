@@ -288,7 +288,7 @@ rows along another axis are those of a smaller batch
 rows that are no multiple of the samples are drawn again
     Rows._compute: set apart truncatemod => 0 * begin
 what is drawn in a loop is the same in each micro-batch
-    Draws._seed.move: if has_rows => True
+    Draws._draw_rows: set is_in_loop => False
 a batch that is left out counts for the rows
     leave_out: set kept => tf.constant([1, 1, 1], tf.int64)
 seeds that others use are put back

@@ -276,8 +276,7 @@ class Seeds:
 
     def read_seed(self, state):
         """Reads a seed before the fed batch draws from it."""
-        begins = self._begins and self._is_begun
-        if begins and id(state) not in self._states.before:
+        if self._begins and id(state) not in self._states.before:
             # Unseen by scopes, such as a `Recorder`.
             with hooks.outside_of_scopes(), self._states.in_step(), recorded():
                 self._plan.numbers.begin_seed(state, self._cycle)
@@ -346,18 +345,17 @@ class Draws:
 
     def in_force(self):
         """Returns a scope in which what is traced draws the rows."""
-        return replaced_draws(self._draw, next=self._next)
+        # Of a seed that is taken outside of a draw it is not known what for.
+        taken = functools.partial(self._next, True)
+        return replaced_draws(self._draw, next=taken)
 
-    def _move(self, original, generator, ordered=True):
+    def _next(self, is_apart, original, generator, ordered=True):
         """Takes a seed of a generator, and moves its state."""
         waits = self._open_part()
         self._record(generator.state)
         with tf.control_dependencies(waits):
-            return original(generator, ordered)
-
-    def _next(self, *args, **kwargs):
-        """Takes a seed outside of a draw: it is not known what for."""
-        return self._apart(self._move(*args, **kwargs))
+            seed = original(generator, ordered)
+        return self._apart(seed) if is_apart else seed
 
     def _apart(self, seed):
         """Returns another seed for each micro-batch but the first."""
@@ -386,7 +384,11 @@ class Draws:
             # XLA may pair what is far apart, see `normal_in_xla`.
             or (name == "normal" and axes[:1] > [0] and is_compiled())
         )
-        seed = self._seed(seed, bool(axes))
+        # A loop may be over the samples.
+        is_in_loop = not axes and private_names.is_in_loop(self._graph)
+        taken = functools.partial(self._next, is_in_loop)
+        with hooks.draws.none(), hooks.draws(next=taken):
+            seed = private_names.draw_seed(seed)
         if not axes:
             return original(**arguments, seed=seed)
         if is_apart:
@@ -400,18 +402,6 @@ class Draws:
         rows = tf.convert_to_tensor(self._plan.numbers.rows)
         begin, samples, of_batch = tf.unstack(rows)
         return begin, tf.maximum(samples, 1), of_batch
-
-    def _seed(self, seed, has_rows):
-        """Returns the seed of a draw of rows, or of what all samples share."""
-
-        def move(*args, **kwargs):
-            seed = self._move(*args, **kwargs)
-            if has_rows or not private_names.is_in_loop(self._graph):
-                return seed
-            return self._apart(seed)  # a loop may be over the samples
-
-        with hooks.draws.none(), hooks.draws(next=move):
-            return private_names.draw_seed(seed)
 
     def _axes(self, name, seed, sizes):
         """Returns the axes of a draw that may be that of the samples."""

@@ -148,7 +148,7 @@ class _Passes:
                 "random numbers in the model or in the data set)"
             )
             assignments.refuse_repeats(sliced.graph.as_graph_def(), why)
-        seeds = random_numbers.Seeds(plan, is_training)
+        seeds = random_numbers.Seeds(plan)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
             seeds.of_any(),
