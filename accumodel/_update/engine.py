@@ -45,9 +45,10 @@ from accumodel._update import sums
 
 @dataclasses.dataclass(frozen=True)
 class _Settings:
-    """How an accumulator was made."""
+    """How an accumulator was made.
 
-    # `tf.Module` tracks nothing in plain objects, so checkpoints have none.
+    In plain objects `tf.Module` tracks nothing, so no checkpoint has these.
+    """
 
     strategy: typing.Any
     variables: list
