@@ -13,7 +13,7 @@ if _is_command and sys.argv[1:] != ["--check"]:
     sys.exit(0 if sys.argv[1:] in (["-h"], ["--help"]) else 2)
 
 
-def _check_backend():
+def _require_backend():
     # The variable is read first: with a backend that is not installed,
     # importing keras fails before it could be asked.
     backend = os.environ.get("KERAS_BACKEND")
@@ -30,7 +30,7 @@ def _check_backend():
         )
 
 
-_check_backend()
+_require_backend()
 
 # ruff: noqa: E402
 from accumodel._keras_and_tf.checks import InexactWarning

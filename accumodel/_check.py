@@ -118,7 +118,7 @@ PROBLEMS = (
 )
 
 
-def train(problem, model_class, jit, arguments, change=None):
+def train_model(problem, model_class, jit, arguments, change=None):
     """Trains a new model, and returns its weights before and after.
 
     `change` is called with each batch.
@@ -197,12 +197,14 @@ def compare(problem, precision="float32", jit=False, strategy=None):
     # In another order a dropout would drop others.
     change = None if problem.rate else reverse
     try:
-        plain = train(problem, keras.Model, jit, {})
-        _, again = train(problem, keras.Model, jit, {}, change)
+        plain = train_model(problem, keras.Model, jit, {})
+        _, again = train_model(problem, keras.Model, jit, {}, change)
         for way, arguments in problem.ways.items():
             try:
                 with strategy.scope():
-                    _, ours = train(problem, AccumulatingModel, jit, arguments)
+                    _, ours = train_model(
+                        problem, AccumulatingModel, jit, arguments
+                    )
                 result = judge(ours, plain, again, precision)
             except Exception as error:
                 result = False, describe_error(error)

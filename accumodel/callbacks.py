@@ -5,7 +5,7 @@ from collections.abc import Callable, Mapping
 
 import keras
 
-from accumodel._keras_and_tf.checks import check_accum_steps
+from accumodel._keras_and_tf.checks import require_accum_steps
 
 
 class AccumStepsScheduler(keras.callbacks.Callback):
@@ -62,7 +62,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             )
         if isinstance(schedule, Mapping):
             for key, accum_steps in schedule.items():
-                check_accum_steps(accum_steps)
+                require_accum_steps(accum_steps)
                 if type(key) is not int or key < 0:
                     raise ValueError(
                         f"The keys of `schedule` must be {by}s, ints from 0. "
@@ -84,7 +84,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
                 "`AccumStepsScheduler` needs an `AccumulatingModel`. "
                 f"Received: model={self.model}"
             )
-        if self.by == "sample" and not self.model._accumulation.batch_size:
+        if self.by == "sample" and not self._batch_size():
             raise ValueError(
                 '`AccumStepsScheduler(by="sample")` must know the batch size. '
                 "Feed batches of a fixed size, as of `Dataset.batch(n, "
@@ -105,9 +105,12 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             self._count = self._updates
             self._follow(self._find_steps(self.model.accum_steps))
 
+    def _batch_size(self):
+        return self.model._accumulation.training.batch_size
+
     def _find_steps(self, present):
         if not isinstance(self.schedule, Mapping):
-            return check_accum_steps(self.schedule(self._count, present))
+            return require_accum_steps(self.schedule(self._count, present))
         begun = [key for key in self.schedule if key <= self._count]
         return self.schedule[max(begun)] if begun else present
 
@@ -115,7 +118,7 @@ class AccumStepsScheduler(keras.callbacks.Callback):
         """Sets `steps`, or what follows the updates that were made since."""
         updates = int(self.model.optimizer.iterations.numpy())
         while self._updates < updates:
-            samples = steps * (self.model._accumulation.batch_size or 0)
+            samples = steps * (self._batch_size() or 0)
             self._count += samples if self.by == "sample" else 1
             self._updates += 1
             steps = self._find_steps(steps)

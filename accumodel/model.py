@@ -119,7 +119,7 @@ class AccumulatingModel(keras.Model):
                 `train_step`, or if this class takes other arguments.
             ValueError: If `model` is a sequential model that is not built.
         """
-        construction.check_model(model, AccumulatingModel)
+        construction.require_convertible(model, AccumulatingModel)
         return construction.from_model(cls, model)
 
     @_pass_what_is_given
@@ -268,7 +268,7 @@ class AccumulatingModel(keras.Model):
         if not (accumulation.accumulates or is_custom):
             return super().train_step(data)
         if micro_batches.current_step() is None:
-            accumulation.check_loop("train_step")
+            accumulation.refuse_loop("train_step")
         with micro_batches.this_step(accumulation.plan(), data):
             gradients, weight, logs = self.compute_gradients(data)
             self.accumulate_gradients(gradients, weight)
@@ -347,7 +347,9 @@ class AccumulatingModel(keras.Model):
                 reduction of a loss is unknown, or outside of a training step.
         """
         accumulation = self._accumulation
-        return accumulation.loss_weights.weight(accumulation.plan(), (x, y))
+        return accumulation.training.loss_weights.weight(
+            accumulation.plan(), (x, y)
+        )
 
     def process_gradients(self, gradients: list) -> typing.Any:
         """Returns the gradient of an update for the optimizer.
@@ -472,14 +474,14 @@ class AccumulatingModel(keras.Model):
                 is called twice in one `train_step`.
         """
         if micro_batches.current_step() is None:
-            self._accumulation.check_loop("accumulate_gradients")
+            self._accumulation.refuse_loop("accumulate_gradients")
         if not self.trainable_variables:
             self._accumulation.warn_untrained()
         elif self._accumulation.accumulates:
             self._accumulation.ready_accumulator().receive(gradients, weight)
         else:
             variables = self.trainable_variables
-            gradients, named = checks.check_gradients(gradients, variables)
+            gradients, named = checks.require_gradients(gradients, variables)
             triples = zip(gradients, variables, named, strict=True)
             self.optimizer.apply_gradients([(g, v) for g, v, n in triples if n])
 
@@ -557,7 +559,7 @@ class AccumulatingModel(keras.Model):
     def save_own_variables(self, store):
         super().save_own_variables(store)
         accumulation = self._accumulation
-        accumulation.accumulators.save(accumulation.numbers, store)
+        accumulation.accumulators.save(accumulation.made.numbers, store)
 
     def load_own_variables(self, store):
         super().load_own_variables(self._accumulation.load_cycles(store))

@@ -42,7 +42,7 @@ IGNORED = ["--ignore=tests/test_mutants.py"]
 FAULTS = """
 # test_accumulator.py
 a step uses the accumulator of another model
-    Collector.check: if holder => False
+    Collector.require_place: if holder => False
 an error leaves half-added sums in a custom loop
     _forget_if_broken: call not_equal => tf.constant(False)
 # test_after_update.py
@@ -59,9 +59,9 @@ a broken part is repeated
 what a later batch began with is not saved
     Auto._run_one: for values => ()
 a cycle that memory cannot bring back goes on
-    Auto._check_cycle: call drop => None
+    Auto._prepare_cycle: call drop => None
 an accumulator of several batches goes with auto
-    Auto._check_cycle: call _check_steps => None
+    Auto._prepare_cycle: call _refuse_steps => None
 # test_callbacks.py
 a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
@@ -74,9 +74,9 @@ no wait before the count
 no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
-    sums.add: if overwrites => False
+    sums.add_scaled: if overwrites => False
 gradients of an earlier cycle count
-    Engine._end_cycle: call assign => None
+    Engine._clear_cycle: call assign => None
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart
@@ -108,7 +108,7 @@ sums of an earlier cycle count
 a search takes the largest of the sizes that are nearly the fastest
     _end_size: call min k => max(sizes)
 a short batch is timed
-    Fastest._note: if _length => True
+    Fastest._record_time: if _length => True
 # test_first_batch.py
 weights of micro-batches are not compared
     Comparison._matters: set is_even => True
@@ -195,9 +195,9 @@ the remainder is applied although it is to be dropped
 averages of no update replace the weights
     finalize_after_update: if => True
 an overflow is added inside of XLA
-    Engine.add: call where new => new
+    Engine.add_micro_batch: call where new => new
 each step of a custom loop ends a cycle
-    _count_batch.count: set is_full => True
+    _count_batch.count_batch: set is_full => True
 # test_models.py
 weights of a subclass in another order
     track_alike: call add_to_store => None
@@ -205,12 +205,12 @@ Keras's test step in micro-batches
     test_steps.test: if model => True
 # test_old_files.py
 a file forgets the weights of its sums
-    cycles.write: call assign => name == "totals" or {}
+    cycles.write_cycle: call assign => name == "totals" or {}
 # test_process_gradients.py
 the hook sees the loss scale
     process: set given => gradients
 what the hook returns is not looked at
-    process: call check_shapes => None
+    process: call require_shapes => None
 an update moves weights before all of the hook is done
     process: call tuple => result
 an overflow is hidden by process_gradients
@@ -275,46 +275,46 @@ what a GPU drops is the same in each micro-batch
     recurrent: call get_attr dropout => 0.0
 # test_random.py test_random_in_steps.py
 each fed batch of a cycle draws the first rows
-    Draws._open: set begin fed => 0
+    Seeds._assign_rows: set begin fed => 0
 each fed batch of a cycle draws by other seeds
     begin_seed: call assign cast => None
 the samples of fed batches are not counted
     begin_batch: call assign => None
 numbers within a block are not skipped
-    _numbers.draw: call roll => tf.roll(drawn_rows, 0, axis=0)
+    Rows._compute.draw_from: call roll => tf.roll(drawn_rows, 0, axis=0)
 wide numbers come in blocks of four
-    _numbers: set block => 4
+    Rows._compute: set block => 4
 a draw that all samples share has rows
-    Draws._drawn: set axes => {} or [0] * bool(sizes)
+    Draws._draw_rows: set axes => {} or [0] * bool(sizes)
 a draw from the middle that cannot be begins at the start
-    _apart: return => seed
+    Draws._apart: return => seed
 only the first axis of a draw may be that of the samples
     _axes: set places => [0] * (None in sizes[:1])
 rows along another axis are those of a smaller batch
-    _numbers: set all_rows => own
+    Rows._compute: set all_rows => own
 rows that are no multiple of the samples are drawn again
-    _numbers: set apart truncatemod => 0 * begin
+    Rows._compute: set apart truncatemod => 0 * begin
 what is drawn in a loop is the same in each micro-batch
-    Draws._next: set is_shared => self._has_rows is False
+    Draws._draw_rows: set is_in_loop => False
 a batch that is left out counts for the rows
     leave_out: set kept => tf.constant([1, 1, 1], tf.int64)
 seeds that others use are put back
-    Draws._used: if isdisjoint => True
+    Seeds._used: if isdisjoint => True
 a function that was traced before draws the same again
-    Draws.check: if known => False
+    Seeds.refuse_others: if known => False
 the width of normal numbers is rounded to float32
     _normal: call convert_to_tensor stddev => tf.cast(stddev, dtype)
 a noise shape holds the samples of the micro-batch
     shape_of: set is_full => False
 slices are drawn twice
-    _Passes._trace: call check_repeats sliced => None
+    _Passes._trace: call refuse_repeats sliced => None
 # test_refused_or_warned.py
 a loop that does not split is let pass
-    check_loop: if size => False
+    refuse_loop: if size => False
 targets may differ in length
     samples: if => False
 what takes a resource is harmless
-    check_assignments: call _takes_resource => False
+    refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
 a rehearsal draws from the seeds of the model
     rehearse.run: call own_draws => hooks.silenced()
@@ -322,9 +322,9 @@ a rehearsal draws from the seeds of the model
 what is rematerialized reads what it assigned before
     _differentiate: set get_current_value => lambda variable: None
 the second pass draws other rows
-    _Call._run: call _draws => tf.name_scope("x")
+    _Call._run_once: call _draws => tf.name_scope("x")
 random numbers of TensorFlow may be rematerialized
-    run_first: call check_repeats => None
+    run_first: call refuse_repeats => None
 layers do not train when they run again
     _differentiate: call _as_called => tf.name_scope("x")
 the second pass runs early
@@ -339,21 +339,21 @@ each part ends its fed batch
 the log forgets the batches before
     LossLogs._set: call assign total => tracker.total.assign(loss * size)
 lengths that are known late are not checked
-    _check_lengths: if lengths => True
+    _require_lengths: if lengths => True
 who was not called is counted
-    Engine.end: set may_be_nothing => self._skip_nonfinite
+    Engine.end_batch: set may_be_nothing => self._settings.skip_nonfinite
 evaluate does not cut
     _is_ours: return keeps_step => False
 a step of the instance is forgotten
     hooks.replaced: call update => None
 # test_state.py
 a file may lack a sum
-    cycles._check: call get given => ()
+    cycles._require_fitting: call get given => ()
 weights that are set keep the cycle
     drop: call reset => None
 # test_sync_batch_norm.py
 what a normalization assigns is read again in the second pass
-    _Passes.forward: call record => None
+    _Passes.run_forward: call record => None
 a gradient flows through the moving averages
     _Scope.add_update: call stop_gradient => value
 a gradient runs before what it needs is there
@@ -365,17 +365,17 @@ seeds are those of the next stage
 a part that draws without a seed of its own draws the first rows
     _collect: if _plan => part.assigned
 statistics of a layer's own are not seen
-    Norms.check: set own => set()
+    Norms.refuse_own_statistics: set own => set()
 a normalization in a loop is split
     Norms._note: if _graph => False
 a normalization that is rematerialized is not seen
     Norms._note: if are_known => False
 a function that was traced before is not seen
-    Norms.check: if uses => False
+    Norms.refuse_own_statistics: if uses => False
 gradients of loops are not those of XLA
     _entered: call Enter => context.Exit()
 a normalization that trains in evaluate is not seen
-    ModelGraph._trace: call trained_norms => ({} if self._is_training else [])
+    TracedModel._call_model: call trained_norms => ({} if is_training else [])
 # test_traces.py
 a function in a step that was traced before counts nothing
     Collector.end: if => False
@@ -395,7 +395,7 @@ XLA compiles each width
 targets are cut off that are not ignored
     Ordered.__init__: set ends ignored => []
 rows of another order are drawn as if they were in order
-    Draws._drawn: set is_apart => len(axes) > 1 or name not in OFFSETS
+    Draws._draw_rows: set is_apart => len(axes) > 1 or name not in OFFSETS
 # test_where_features_meet.py
 layers train in a model that is not told to
     call_model: if => True

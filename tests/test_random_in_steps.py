@@ -369,7 +369,7 @@ def test_after_an_error_no_rows_are_left():
     )
     with pytest.raises(Exception, match="in a layer"):
         model.fit(*data(), batch_size=9, verbose=0)
-    assert not np.any(model._accumulation.numbers.rows)
+    assert not np.any(model._accumulation.made.numbers.rows)
 
 
 def in_a_loop(shape, seed):

@@ -13,4 +13,4 @@ from accumodel._features.whole_batch.stages import WholeBatch
 from accumodel._keras_and_tf import hooks
 
 FEATURES = (FirstBatch, Auto, Fastest, WholeBatch, Trimmer)
-hooks.replace_rematerialized(rematerialization.call)
+hooks.replace_rematerialized(rematerialization.rematerialize)

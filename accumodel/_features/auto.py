@@ -89,7 +89,7 @@ class Auto(Feature):
         super().__init__(accumulation)
         self._samples = 0  # the most that were fed at once, to a replica
         # The variables that steps assign, by their ids.
-        self._assigned = accumulation.assigned["auto"]
+        self._assigned = accumulation.made.assigned["auto"]
         # What they were before this batch, as pairs `(copy, value)`.
         self._before: list = []
         self._assign_size(micro_batches.ALL)
@@ -103,7 +103,7 @@ class Auto(Feature):
         """Refuses what this `micro_batch_size` cannot go with."""
         if not cls.is_on(options):
             return
-        cls._check_steps(options.accum_steps)
+        cls._refuse_steps(options.accum_steps)
         if replicas.is_multi_worker(model.distribute_strategy):
             raise ValueError(
                 f'`micro_batch_size="{cls.NAME}"` cannot be used with several '
@@ -112,7 +112,7 @@ class Auto(Feature):
             )
 
     @classmethod
-    def _check_steps(cls, accum_steps, owner=""):
+    def _refuse_steps(cls, accum_steps, owner=""):
         """Raises if several batches would make one update."""
         if accum_steps > 1:
             raise ValueError(
@@ -130,7 +130,7 @@ class Auto(Feature):
         """Returns a function that runs each batch until memory suffices."""
         is_traced, model = False, self.accumulation.model
 
-        def run(batches):
+        def run_batches(batches):
             nonlocal is_traced
             spec = getattr(batches, "element_spec", None)
             if not (is_traced or spec is None or model.run_eagerly):
@@ -145,12 +145,12 @@ class Auto(Feature):
                 raise StopIteration
             return logs
 
-        return run
+        return run_batches
 
     def _run_one(self, function, trains, data):
         accumulators = self.accumulation.accumulators
         if trains:
-            self._check_cycle(accumulators)
+            self._prepare_cycle(accumulators)
         samples = max(
             micro_batches.count_of_each_replica(
                 data, self.accumulation.strategy
@@ -167,21 +167,21 @@ class Auto(Feature):
                 if not is_out_of_memory(error):
                     raise
                 if trains and any(each.phase() < 0 for each in accumulators):
-                    _give_up(_WHILE_UPDATING, error)
+                    _raise_for_memory(_WHILE_UPDATING, error)
                 for copy, value in self._before:
                     copy.assign(value)
                 if trains and accumulators.pending_steps:
-                    _give_up(_IN_A_CYCLE, error)
+                    _raise_for_memory(_IN_A_CYCLE, error)
                 if trains:
                     accumulators.reset()
                 self._halve(samples, error)
         self._samples = max(self._samples, samples)
         return logs
 
-    def _check_cycle(self, accumulators):
+    def _prepare_cycle(self, accumulators):
         """Lets the next batch be a cycle, or raises."""
         for each in accumulators:
-            self._check_steps(each.accum_steps, " of a `GradientAccumulator`")
+            self._refuse_steps(each.accum_steps, " of a `GradientAccumulator`")
         accumulators.drop("fit", ", or use an int as `micro_batch_size`")
 
     def _save(self, variable):
@@ -194,7 +194,7 @@ class Auto(Feature):
         """Halves the size, or says why that would not help."""
         failed = min(self._size, samples)
         if failed <= 1:
-            _give_up(_ONE_SAMPLE, error)
+            _raise_for_memory(_ONE_SAMPLE, error)
         self._assign_size(-(-failed // 2))
         warnings.warn(
             f"Out of memory with up to {failed} samples in the model at once. "
@@ -229,16 +229,16 @@ class Auto(Feature):
         tf.raw_ops.Assert(condition=done, data=[done, *kept])
         return result
 
-    def check_graph(self, graph):
+    def refuse_graph(self, graph):
         """Raises if a step assigns what cannot be put back."""
         why = f'With `micro_batch_size="{self.NAME}"`, a batch may be run again'
-        assignments.check_assignments(graph.as_graph_def(), why)
+        assignments.refuse_assignments(graph.as_graph_def(), why)
 
     def around_batch(self):
         """Returns a scope in which a step assigns what can be put back."""
-        return assignments.Recorder(self._record)
+        return assignments.Recorder(self._save_new)
 
-    def _record(self, variable):
+    def _save_new(self, variable):
         if id(variable) not in self._assigned:
             self._assigned[id(variable)] = variable
             # This step was not run yet: this is the value before it.
@@ -260,10 +260,10 @@ class Fastest(Auto):
         self._begin = 0  # the first epoch
 
     @classmethod
-    def _check_steps(cls, accum_steps, owner=""):
+    def _refuse_steps(cls, accum_steps, owner=""):
         """Takes any: what is timed need not be run again."""
 
-    def _check_cycle(self, accumulators):
+    def _prepare_cycle(self, accumulators):
         """Goes on with the cycle that is pending."""
 
     def begin_fit(self, arguments):
@@ -281,10 +281,10 @@ class Fastest(Auto):
         logs = super()._run_one(function, trains, data)
         if trains and self._fed < _FED and self._is_worth_it():
             tf.test.experimental.sync_devices()  # a GPU may still compute
-            self._note(time.perf_counter() - begin, data)
+            self._record_time(time.perf_counter() - begin, data)
         return logs
 
-    def _note(self, seconds, data):
+    def _record_time(self, seconds, data):
         """Notes the time of a batch; then tries the next size, or ends."""
         leaves = tf.nest.flatten(data, expand_composites=True)
         length = sum(math.prod(getattr(x, "shape", ())) for x in leaves) or 1
@@ -317,5 +317,5 @@ class Fastest(Auto):
             print(f"\nThe fastest micro_batch_size is {self.current_size()}")
 
 
-def _give_up(text, error):
+def _raise_for_memory(text, error):
     raise tf.errors.ResourceExhaustedError(None, None, text) from error

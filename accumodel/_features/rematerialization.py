@@ -31,7 +31,7 @@ from accumodel._micro_batch.micro_batches import (
 _local = threading.local()  # `is_open`: whether one is rematerialized
 
 
-def call(function, by_keras, *args, **kwargs):
+def rematerialize(function, by_keras, *args, **kwargs):
     """Calls a function of which Keras made `by_keras`."""
     is_inside = getattr(_local, "is_open", False)
     is_ours = current_step() or hasattr(hooks.outer_layer(), "_accumulation")
@@ -41,7 +41,7 @@ def call(function, by_keras, *args, **kwargs):
     is_once = is_inside or tf.executing_eagerly()
     if is_once or not can_run_twice(function):
         return function(*args, **kwargs)
-    return _Call(function, args, kwargs).run()
+    return _Call(function, args, kwargs).run_twice()
 
 
 def can_run_twice(function):
@@ -63,25 +63,30 @@ class _Call:
         self._function, self._inputs = function, (args, kwargs)
         self._graph: typing.Any = current_graph()
         self._context = contextvars.copy_context()  # of the step
-        self._as_called, self._draws = hooks.keep_call(), hooks.draws.keep()
+        self._as_called, self._draws = (
+            hooks.capture_call(),
+            hooks.draws.capture(),
+        )
         # How often the first pass assigned a variable, by its id. And what it
         # read, by both.
         self._assigned: collections.Counter = collections.Counter()
         self._values: dict = {}
 
-    def run(self):
+    def run_twice(self):
         """Returns what the function returns."""
         returned: typing.Any = None
 
         @tf.custom_gradient
         def run_first(*_):
             nonlocal returned
-            scope = assignments.Recorder(self._record, self._read)
+            scope = assignments.Recorder(
+                self._count_assignment, self._keep_read
+            )
             with tf.name_scope("remat") as name:
-                returned = self._run(self._inputs, scope)
+                returned = self._run_once(self._inputs, scope)
             graph = self._graph.as_graph_def()
             why = f"{self._function} runs twice (`keras.RematScope`)"
-            assignments.check_repeats(graph, why, name)
+            assignments.refuse_repeats(graph, why, name)
             # A stage of a model keeps what it returns for the second pass.
             return [*floats_in(returned), *self._needed()], self._differentiate
 
@@ -97,7 +102,7 @@ class _Call:
         )
         layer: typing.Any = private_names.layer_of(self._function)
         if losses and layer is None:
-            self._refuse("a loss that is added")
+            self._refuse_twice("a loss that is added")
         for loss in losses:
             layer.add_loss(loss)
         return outputs
@@ -106,14 +111,14 @@ class _Call:
         """Runs the second pass, and returns the gradients of the sources."""
         # TensorFlow would fail in its gradient of a loop or a condition.
         if type(current_graph()) is not type(self._graph):
-            self._refuse("a call in a loop or a condition")
+            self._refuse_twice("a call in a loop or a condition")
         gradients = gradients[: len(gradients) - len(self._needed())]
         late = _after(gradients)
         inputs = map_present(late, self._inputs)
         sources = floats_in(inputs)
         assigned: collections.Counter = collections.Counter()
 
-        def read(variable):
+        def read_as_before(variable):
             key = id(variable)
             value = self._values.get((key, assigned[key]))
             return late(value) if key in self._assigned else value
@@ -121,11 +126,11 @@ class _Call:
         # No gradient flows through what was assigned.
         scope: typing.Any = keras.StatelessScope(collect_losses=True)
         scope.add_update = lambda update: assigned.update([id(update[0])])
-        scope.get_current_value = read
+        scope.get_current_value = read_as_before
         once = tf.summary.record_if(False)  # they are written already
         with tf.GradientTape() as tape, self._as_called(), once:
             tape.watch(sources)
-            returned = self._context.run(self._run, inputs, scope)
+            returned = self._context.run(self._run_once, inputs, scope)
         derivatives = tape.gradient(
             floats_in(returned), [*sources, *variables], gradients
         )
@@ -134,17 +139,17 @@ class _Call:
             (of_inputs, derivatives[len(sources) :]) if variables else of_inputs
         )
 
-    def _run(self, inputs, scope):
+    def _run_once(self, inputs, scope):
         args, kwargs = inputs
         with self._draws(), hooks.replaced(_local, "is_open", True), scope:
             return self._function(*args, **kwargs), scope.losses
 
-    def _record(self, variable):
+    def _count_assignment(self, variable):
         if variable.trainable or current_graph() is not self._graph:
-            self._refuse(f"'{variable.path}'")
+            self._refuse_twice(f"'{variable.path}'")
         self._assigned[id(variable)] += 1
 
-    def _read(self, variable):
+    def _keep_read(self, variable):
         key = id(variable), self._assigned[id(variable)]
         # Other layers may assign what is not trained.
         if not variable.trainable and key not in self._values:
@@ -157,7 +162,7 @@ class _Call:
         flat += [*map(private_names.mask_of, flat), *self._values.values()]
         return [e for e in flat if getattr(e, "graph", None) is self._graph]
 
-    def _refuse(self, what):
+    def _refuse_twice(self, what):
         raise ValueError(
             "What is rematerialized runs twice. It must not assign trained "
             "weights; be called, assign or draw in a loop or a condition; or "

@@ -108,7 +108,7 @@ class Ordered:
         targets, weights = [
             [
                 (leaf, trimming.cuts_outputs and _is_wide(leaf, key))
-                for leaf in _leaves(each)
+                for leaf in _arrays_of(each)
             ]
             for each in others
         ]
@@ -157,7 +157,7 @@ def _map(function, data):
     )
 
 
-def _leaves(data):
+def _arrays_of(data):
     return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
 
 
@@ -189,7 +189,7 @@ class _Padding:
 
     def hooked(self):
         """Returns a scope in which Keras calls the methods below."""
-        call, reduce = self._call, self._reduce
+        call, reduce = self._call_padded, self._reduce_padded
         return hooks.all_of(
             [
                 hooks.losses(__call__=call, reduce_weighted_values=reduce),
@@ -199,10 +199,10 @@ class _Padding:
             ]
         )
 
-    def _call(self, original, owner, y_true, y_pred, sample_weight=None):
+    def _call_padded(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
-        pairs = zip(_leaves(y), self._ordered.cut_targets, strict=True)
+        pairs = zip(_arrays_of(y), self._ordered.cut_targets, strict=True)
         is_cut = any(leaf is y_true for leaf, is_cut in pairs if is_cut)
         means = keras.metrics.MeanMetricWrapper  # only they look at masks
         metrics = [] if isinstance(owner, keras.losses.Loss) else owner.metrics
@@ -223,7 +223,7 @@ class _Padding:
         with hooks.replaced(self, "_pads", is_cut):
             return original(owner, y_true, y_pred, sample_weight)
 
-    def _reduce(self, original, *args, **kwargs):
+    def _reduce_padded(self, original, *args, **kwargs):
         kwargs = {name: self._pad(value) for name, value in kwargs.items()}
         return original(*map(self._pad, args), **kwargs)
 

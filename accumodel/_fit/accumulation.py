@@ -54,14 +54,14 @@ class Options:
         given = vars(self)
         given.update(
             {
-                field.name: checks.check_bool(field.name, given[field.name])
+                field.name: checks.require_bool(field.name, given[field.name])
                 for field in dataclasses.fields(self)
                 if isinstance(field.default, bool)
             },
-            micro_batch_size=checks.check_micro_batch_size(
+            micro_batch_size=checks.require_micro_batch_size(
                 self.micro_batch_size
             ),
-            accum_steps=checks.check_accum_steps(self.accum_steps),
+            accum_steps=checks.require_accum_steps(self.accum_steps),
         )
         if self.remainder not in _REMAINDERS:
             raise ValueError(
@@ -75,6 +75,32 @@ class Options:
         return {k: v for k, v in vars(self).items() if v != default[k]}
 
 
+@dataclasses.dataclass
+class Made:
+    """What functions that were traced may use: made once, and never again."""
+
+    # Variables that steps assign, by id, in a dict for each of "model" (by its
+    # layers), "between passes" (by the loss of a whole batch), "seeds" and
+    # "auto" (what it puts back). Never cleared, see `States`.
+    assigned: dict
+    # If batches are split, a `tf.Variable`: the most samples of a micro-batch.
+    # Another size needs no retrace.
+    size: typing.Any = None
+    numbers: typing.Any = None  # the `RandomNumbers`
+
+
+@dataclasses.dataclass
+class Training:
+    """What is known of a training, since `compile`."""
+
+    loss_weights: weights.LossWeights  # which warns anew
+    states: kept_states.KeptStates
+    sample_axes: sample_axes.SampleAxes
+    is_rehearsed: bool = False  # whether its step was
+    logged: typing.Any = None  # see `LossLogs`
+    batch_size: typing.Any = None  # of `fit`, if it is known
+
+
 class Accumulation:
     """All that a model knows of its accumulation."""
 
@@ -83,19 +109,8 @@ class Accumulation:
         self.options = Options()
         # True once gradients go through an accumulator; stays true.
         self.accumulates = False
-        # Whether a custom step must use one. With a `RematScope` it need not.
-        self.is_asked_to = False
         self.accumulators = cycles.Cycles(model)
-        # Variables that steps assign, by id, in a dict for each of "model" (by
-        # its layers), "between passes" (by the loss of a whole batch), "seeds"
-        # and "auto" (what it puts back). Never cleared, see `States`.
-        self.assigned: dict = collections.defaultdict(dict)
-        # If batches are split, a `tf.Variable`: the most samples of a
-        # micro-batch. Another size needs no retrace.
-        self.size: typing.Any = None
-        self.batch_size: typing.Any = None  # of `fit`, if it is known
-        # The `RandomNumbers`, for life: a `tf.function` may read its variable.
-        self.numbers: typing.Any = None
+        self.made = Made(collections.defaultdict(dict))
         self._begin_anew()
 
     def _begin_anew(self):
@@ -103,11 +118,11 @@ class Accumulation:
         # True once an update may need several batches; stays true.
         self.spans_batches = False
         self.features: tuple[Feature, ...] = ()  # those that are on
-        self.loss_weights = weights.LossWeights(self.model)  # which warns anew
-        self.logged: typing.Any = None  # see `LossLogs`
-        self.states = kept_states.KeptStates(self.model)
-        self.sample_axes = sample_axes.SampleAxes(rehearsal.rehearse_again)
-        self.is_rehearsed = False  # whether its step was
+        self.training = Training(
+            weights.LossWeights(self.model),
+            kept_states.KeptStates(self.model),
+            sample_axes.SampleAxes(rehearsal.rehearse_again),
+        )
 
     @property
     def strategy(self):
@@ -119,45 +134,52 @@ class Accumulation:
         own = {k: kwargs.pop(k) for k in vars(Options()) if k in kwargs}
         try:
             options = Options(**own)
-            self._check(options)
-            is_asked_to = (
-                options.accum_steps > 1
-                or options.micro_batch_size is not None
-                or options.skip_nonfinite
-                or any(map(self.overrides, cycles.HOOKS))
-            )
+            self._refuse_conflicts(options)
             # Else, a second pass may read weights that have moved.
-            accumulates = is_asked_to or private_names.is_rematerialized(model)
+            is_again = private_names.is_rematerialized(model)
+            accumulates = is_again or self.must_accumulate(options)
             super_compile(*args, **kwargs)
-            checks.check_optimizer(model.optimizer, options.skip_nonfinite)
+            checks.require_optimizer(model.optimizer, options.skip_nonfinite)
             if accumulates:
-                checks.check_can_accumulate(model, options)
+                checks.refuse_wrong_model(model, options)
                 replicas.warn_about_xla(model)
         except BaseException:
             model.compiled = False
             raise
         self._begin_anew()
-        self.accumulates, self.is_asked_to = accumulates, is_asked_to
+        self.accumulates = accumulates
         self._use(options)
         self.accumulators.begin_anew()
 
-    def _check(self, options):
+    def _refuse_conflicts(self, options):
         """Refuses arguments that do not go together."""
         for kind in self._kinds:
             kind.check(self.model, options)
-            checks.check_conflicts(kind, self.model, options)
+            checks.refuse_conflicts(kind, self.model, options)
+
+    def must_accumulate(self, options):
+        """Whether a custom step must use an accumulator.
+
+        With a `RematScope` it need not.
+        """
+        return (
+            options.accum_steps > 1
+            or options.micro_batch_size is not None
+            or options.skip_nonfinite
+            or any(map(self.overrides, cycles.HOOKS))
+        )
 
     def fit(self, super_fit, args, kwargs):
         """Trains the model by Keras or another base class."""
         arguments, args, kwargs = end_of_cycle.with_end_of_cycle(args, kwargs)
-        self.batch_size = arguments["batch_size"]
+        self.training.batch_size = arguments["batch_size"]
         for feature in self.features:
             feature.begin_fit(arguments)
         token = engine.fitted.set(self.accumulators)
         try:
             with (
                 self._averages_of_updates(),
-                self.loss_weights.with_arrays("train", arguments),
+                self.training.loss_weights.with_arrays("train", arguments),
             ):
                 return super_fit(*args, **kwargs)
         finally:
@@ -166,7 +188,7 @@ class Accumulation:
     def evaluate(self, super_evaluate, args, kwargs):
         """Evaluates the model by Keras or another base class."""
         arguments = end_of_cycle.named_arguments("evaluate", args, kwargs)
-        with self.loss_weights.with_arrays("test", arguments):
+        with self.training.loss_weights.with_arrays("test", arguments):
             return super_evaluate(*args, **kwargs)
 
     def _averages_of_updates(self):
@@ -192,16 +214,16 @@ class Accumulation:
             if cycles.OWN in pending:
                 self._use(self.options, spans_batches=True)
                 self.ready_accumulator()
-            self.accumulators.load(self.numbers, pending)
+            self.accumulators.load(self.made.numbers, pending)
         return store
 
     def overrides(self, name):
         """Whether the user's model has a method of its own."""
         return checks.overrides(self.model, name)
 
-    def check_loop(self, name):
+    def refuse_loop(self, name):
         """Raises if a custom loop calls what needs `compile`, or `fit`."""
-        checks.check_compiled(self.model, name)
+        checks.require_compiled(self.model, name)
         size = self.options.micro_batch_size
         if size is not None:
             raise ValueError(
@@ -232,9 +254,9 @@ class Accumulation:
             # Layers with statistics, such as batch normalization, reduce them
             # over the replicas, which a function in a step cannot do.
             is_compiled=model.jit_compile and not replicas.are_several(model),
-            size=self.size,
-            assigned=self.assigned,
-            numbers=self.numbers,
+            size=self.made.size,
+            assigned=self.made.assigned,
+            numbers=self.made.numbers,
             features=tuple(x for x in self.features if x.is_needed()),
         )
 
@@ -242,10 +264,10 @@ class Accumulation:
         """Changes options between `compile`s, or raises if they are wrong."""
         options = dataclasses.replace(self.options, **changed)
         for name in changed:
-            checks.check_compiled(self.model, name)
-        self._check(options)
+            checks.require_compiled(self.model, name)
+        self._refuse_conflicts(options)
         if options.accum_steps > 1 or options.micro_batch_size is not None:
-            checks.check_can_accumulate(self.model, options)
+            checks.refuse_wrong_model(self.model, options)
         self._use(options)
         if "accum_steps" in changed:
             for accumulator in self.accumulators:
@@ -266,8 +288,8 @@ class Accumulation:
         self.accumulates |= has_parts
         if isinstance(size, int):  # else a feature assigns it
             self.assign_size(size)
-        if self.numbers is None and has_parts:
-            self.numbers = random_numbers.RandomNumbers(self)
+        if self.made.numbers is None and has_parts:
+            self.made.numbers = random_numbers.RandomNumbers(self)
         made = {type(each): each for each in self.features}
         self.features = tuple(
             made.get(kind) or kind(self)
@@ -290,22 +312,25 @@ class Accumulation:
         return self.accumulates, self.spans_batches, is_split, self.features
 
     def assign_size(self, value):
-        if self.size is None:
+        made = self.made
+        if made.size is None:
             with (
                 tf.init_scope(),
                 replicas.scope_of(self.strategy),
                 micro_batches.on_host(),
             ):
-                self.size = tf.Variable(value, trainable=False, dtype=tf.int64)
-        self.size.assign(value)
+                made.size = tf.Variable(value, trainable=False, dtype=tf.int64)
+        made.size.assign(value)
 
     def ready_logged(self):
         """Returns the variable of the logged losses, see `LossLogs`."""
         rows = len(private_names.loss_trackers(self.model))
+        logged = self.training.logged
         # Keras makes trackers of the outputs in the first step.
-        if self.logged is None or self.logged.shape[0] != rows:
-            self.logged = self.make_sum((rows, 5), tf.float64, "cycle")
-        return self.logged
+        if logged is None or logged.shape[0] != rows:
+            logged = self.make_sum((rows, 5), tf.float64, "cycle")
+            self.training.logged = logged
+        return logged
 
     def make_sum(self, shape, dtype, name):
         """Makes a variable in which each replica of the model has its sum."""
@@ -333,7 +358,7 @@ class Accumulation:
         # Only the first micro-batch may build the variables of the model.
         if self.model._gradient_accumulator is None:
             replicas.across_replicas(
-                self.accumulators.build, self.options, self.numbers
+                self.accumulators.make_own, self.options, self.made.numbers
             )
         accumulator = self.model._gradient_accumulator
         if not accumulator.fits(self.model):

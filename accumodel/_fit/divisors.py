@@ -34,7 +34,10 @@ def of_batch(plan, data):
     """
     if not _may_have_several(plan, data):
         return None
-    known, specs = plan.accumulation.loss_weights, rehearsal.specs_of(data)
+    known, specs = (
+        plan.accumulation.training.loss_weights,
+        rehearsal.specs_of(data),
+    )
     found = known.divisors
     key = str((keras.tree.map_structure(type, data), specs, known.share))
     if key not in found:
@@ -50,7 +53,7 @@ def of_batch(plan, data):
 
 def _find(plan, data, specs):
     """Returns a function of a batch to what divides its losses, or `None`."""
-    of_losses = plan.accumulation.loss_weights.of_losses
+    of_losses = plan.accumulation.training.loss_weights.of_losses
 
     def divide(*leaves):
         batch = rehearsal.packed(data, leaves)

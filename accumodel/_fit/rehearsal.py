@@ -192,12 +192,12 @@ class Silent(Collector):
         self.bounds: typing.Any = None  # of the micro-batch, by a function
 
     @contextlib.contextmanager
-    def around(self, data):
-        with super().around(data), contextlib.suppress(Enough):
+    def around_step(self, data):
+        with super().around_step(data), contextlib.suppress(Enough):
             yield
             self.finish()
 
-    def check(self, accumulator):
+    def require_place(self, accumulator):
         pass  # it is outside of all strategies
 
     def add(self, accumulator, gradients, weight, is_last):
@@ -241,7 +241,7 @@ def before_first(plan, trains, batches):
     if trains:
         build(plan, data)
         _build_trackers(plan, data)
-    is_done = trains and accumulation.is_rehearsed
+    is_done = trains and accumulation.training.is_rehearsed
     if not is_done and _is_needed(plan, trains, data):
         rehearse_step(plan, data, trains=trains)
     accumulation.ready_logged()
@@ -354,12 +354,12 @@ def rehearse_step(
             divisors = accumulation.divisors_of(of_fed, parts.data)
             given = part, collector, None, own.is_compiled, divisors
             step = one_step(own, *given)
-            with step, collector.around(part):
+            with step, collector.around_step(part):
                 _run_step(own, part, collector, trains)
         return collector.terms
 
     of_weights = [
-        hooks.replaced(accumulator, "_has_weights", None)
+        hooks.replaced(accumulator._seen, "has_weights", None)
         for accumulator in accumulation.accumulators
     ]
     scalars = [tf.TensorSpec((), tf.int64)] * 2
@@ -367,9 +367,9 @@ def rehearse_step(
         specs = leaves_of(data) if is_sized else specs_of(data)
         found = rehearse(plan.model, run, *scalars, *specs, is_real=is_real)
     if trains and not (is_real or is_sized):
-        accumulation.is_rehearsed = True
+        accumulation.training.is_rehearsed = True
         is_made = found.error is None and collector.error is None
-        accumulation.sample_axes.is_made = is_made
+        accumulation.training.sample_axes.is_made = is_made
     return found, collector
 
 

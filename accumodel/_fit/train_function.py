@@ -85,12 +85,12 @@ def _prepare_to_accumulate(accumulation):
     model = accumulation.model
     for accumulator in accumulation.accumulators:
         accumulator.follow(
-            accumulation.options.accum_steps, accumulation.numbers
+            accumulation.options.accum_steps, accumulation.made.numbers
         )
     if not accumulation.accumulates:
         return
     # Layers may have been built since `compile`.
-    checks.check_can_accumulate(model, accumulation.options)
+    checks.refuse_wrong_model(model, accumulation.options)
     # Made before the step is traced, or it would be traced again. A custom one
     # may have accumulators of its own. If not, it needs this one at the latest
     # before the loop, in which no replica can wait for the others.
@@ -98,8 +98,8 @@ def _prepare_to_accumulate(accumulation):
     is_first = is_split and not [*accumulation.accumulators]
     if model.built and (is_first or not accumulation.overrides("train_step")):
         optimizers.build_optimizer(model)
-        accumulation.accumulators.build(
-            accumulation.options, accumulation.numbers
+        accumulation.accumulators.make_own(
+            accumulation.options, accumulation.made.numbers
         )
 
 
@@ -110,8 +110,8 @@ def _say_that_it_was_split(accumulation, error):
     ):
         return
     # A mirrored one is no number.
-    size = int(tf.convert_to_tensor(accumulation.size))
-    is_split = size < (accumulation.batch_size or micro_batches.ALL)
+    size = int(tf.convert_to_tensor(accumulation.made.size))
+    is_split = size < (accumulation.training.batch_size or micro_batches.ALL)
     of_values = r"valid range|is not in \[|Tensor had|micro_batch_size|PyFunc"
     if is_split and not re.search(of_values, str(error)):
         error.add_note(
@@ -135,13 +135,12 @@ def _train(model, train_step, data):
     logs = _run(plan, train_step, data, collector)
     own = None if accumulation.spans_batches else model._gradient_accumulator
     is_added = collector.end(accumulation.accumulators, own)
-    has_to_add = (
-        plan.is_split or accumulation.spans_batches or accumulation.is_asked_to
-    )
-    if not is_added and accumulation.numbers is not None:
+    must_accumulate = accumulation.must_accumulate(accumulation.options)
+    has_to_add = accumulation.spans_batches or must_accumulate
+    if not is_added and accumulation.made.numbers is not None:
         # No update ends the cycle.
-        accumulation.states.end_cycle()
-        replicas.across_replicas(accumulation.numbers.end_cycle, ())
+        accumulation.training.states.assign_new()
+        replicas.across_replicas(accumulation.made.numbers.begin_next_cycle, ())
     if has_to_add and not is_added and model.trainable_variables:
         raise ValueError(
             "Nothing was accumulated: a `train_step` must call "

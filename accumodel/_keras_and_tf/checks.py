@@ -30,20 +30,20 @@ CALLS_OURS = (
 )
 
 
-def check_accum_steps(value):
+def require_accum_steps(value):
     """Returns `value` as an int, or says what is wrong with it."""
-    return _check_positive(
+    return _require_positive(
         "accum_steps",
         value,
         "a positive integer, the number of batches that make one update",
     )
 
 
-def check_micro_batch_size(value):
+def require_micro_batch_size(value):
     """Returns `value`, an int as an `int`, or says what is wrong with it."""
     if isinstance(value, str | None) and value in (None, "auto", "fastest"):
         return value
-    return _check_positive(
+    return _require_positive(
         "micro_batch_size",
         value,
         'a positive integer, the most samples at once, `"auto"`, `"fastest"` '
@@ -51,7 +51,7 @@ def check_micro_batch_size(value):
     )
 
 
-def _check_positive(name, value, meaning):
+def _require_positive(name, value, meaning):
     received = f"Received: {name}={value!r} (of type {type(value).__name__})"
     if isinstance(value, bool) or not isinstance(value, numbers.Integral):
         raise TypeError(f"`{name}` must be {meaning}. {received}")
@@ -93,7 +93,7 @@ def _meant(cls, name):
     return " or ".join(f"`{places[each]}({each}=...)`" for each in near)
 
 
-def check_conflicts(kind, model, options):
+def refuse_conflicts(kind, model, options):
     """Refuses a feature's arguments with what they cannot be combined with."""
     for name in kind.ARGUMENTS:
         value = getattr(options, name)
@@ -125,12 +125,12 @@ def is_ours(each):
     return (each.__module__ or "").split(".")[0] in ("accumodel", "keras")
 
 
-def check_can_accumulate(model, options):
+def refuse_wrong_model(model, options):
     """Refuses models and strategies that would be wrong."""
-    replicas.check_strategy(
+    replicas.refuse_strategy(
         model.distribute_strategy, model.steps_per_execution
     )
-    _check_train_step(type(model))
+    _refuse_train_step(type(model))
     if options.micro_batch_size is not None:
         for why, received in _cannot_split(model, options):
             raise ValueError(
@@ -168,7 +168,7 @@ def _cannot_split(model, options):
                 )
 
 
-def check_compiled(model, name):
+def require_compiled(model, name):
     """Raises unless `model` is compiled."""
     if not model.compiled:
         raise ValueError(
@@ -177,7 +177,7 @@ def check_compiled(model, name):
         )
 
 
-def _check_train_step(cls):
+def _refuse_train_step(cls):
     """Raises if a base class behind accumodel's has a custom `train_step`."""
     model = private_names.KerasModel
     # Without mixins: what one in front calls by `super()` is one of these.
@@ -207,7 +207,7 @@ def other_order(theirs):
     )
 
 
-def check_optimizer(optimizer, skip_nonfinite):
+def require_optimizer(optimizer, skip_nonfinite):
     """Refuses what would accumulate twice, or hide overflows that it needs."""
     if not isinstance(optimizer, keras.Optimizer):
         raise TypeError(
@@ -231,14 +231,14 @@ def check_optimizer(optimizer, skip_nonfinite):
         )
 
 
-def check_bool(name, value):
+def require_bool(name, value):
     """Returns `value` as a bool, or says what is wrong with it."""
     if value not in (True, False, None):
         raise TypeError(f"`{name}` must be a bool. Received: {name}={value!r}")
     return bool(value)
 
 
-def check_variables(variables):
+def require_variables(variables):
     """Returns variables as a list, or says what is wrong with them."""
     kinds = keras.Variable, tf.Variable
     is_list = isinstance(variables, Iterable) and not isinstance(
@@ -254,7 +254,7 @@ def check_variables(variables):
     return listed
 
 
-def check_weight(weight, name):
+def require_weight(weight, name):
     """Raises unless a weight is one number, or `None`."""
     if weight is None:
         return
@@ -269,7 +269,7 @@ def check_weight(weight, name):
         )
 
 
-def check_gradients(gradients, variables):
+def require_gradients(gradients, variables):
     """Returns the gradients of the variables in order, and which were named."""
     gradients = list(gradients)
     named = [True] * len(variables)
@@ -286,11 +286,11 @@ def check_gradients(gradients, variables):
             "`gradients` must hold a gradient for at least one variable: the "
             f"loss does not depend on any. Received: gradients={gradients}"
         )
-    check_shapes(gradients, variables, "`gradients` must have")
+    require_shapes(gradients, variables, "`gradients` must have")
     return gradients, named
 
 
-def check_shapes(gradients, variables, what):
+def require_shapes(gradients, variables, what):
     """Raises unless the gradients that there are have the right shapes."""
     for gradient, variable in zip(gradients, variables, strict=True):
         if gradient is None:
@@ -306,7 +306,7 @@ def check_shapes(gradients, variables, what):
 
 
 def _match(pairs, variables):
-    """Returns what `check_gradients` does, of pairs."""
+    """Returns what `require_gradients` does, of pairs."""
     places = {id(optimizers.tf_variable(v)): i for i, v in enumerate(variables)}
     gradients = [None] * len(variables)
     named = [False] * len(variables)

@@ -68,7 +68,7 @@ def _make_functional(cls, accumulating, functional):
     return cls
 
 
-def check_model(model, accumulating):
+def require_convertible(model, accumulating):
     """Raises unless `from_model` can keep how `model` trains."""
     if not isinstance(model, KerasModel):
         raise TypeError(
@@ -203,7 +203,7 @@ def _derived_class(cls, theirs):
             "__doc__": theirs.__doc__,
             "__init__": init,
             "get_compile_config": get_compile_config,
-            "__reduce__": functools.partialmethod(_reduce, cls, theirs),
+            "__reduce__": functools.partialmethod(_reduce_derived, cls, theirs),
         },
     )
     package, _, name = keras.saving.get_registered_name(theirs).rpartition(">")
@@ -214,7 +214,7 @@ def _derived_class(cls, theirs):
     return derived
 
 
-def _reduce(model, cls, theirs):
+def _reduce_derived(model, cls, theirs):
     """Tells `pickle` and `copy` how to make a model of `_derived_class`."""
     config = functools.partial(cls.get_compile_config, model)
     with hooks.replaced(model, "get_compile_config", config):

@@ -75,7 +75,7 @@ class Hook:
         inner = {k: [v, *outer.get(k, ())] for k, v in functions.items()}
         return self._open(outer | inner)
 
-    def keep(self):
+    def capture(self):
         """Captures the replacements in force; returns what opens a scope."""
         kept = getattr(self._local, "functions", {})
         return lambda: self._open(kept)
@@ -88,7 +88,7 @@ class Hook:
     def _open(self, functions):
         with _lock:
             if not self._users:
-                self._put_back()  # what Ctrl-C may have left
+                self._unhook()  # what Ctrl-C may have left
                 with needed_for(self._what):
                     self._places = self._find()
                 self._originals = {
@@ -106,16 +106,16 @@ class Hook:
             with _lock:
                 self._users -= 1
                 if not self._users:
-                    self._put_back()
+                    self._unhook()
 
-    def _put_back(self):
+    def _unhook(self):
         for (owner, name), original in self._originals.items():
             setattr(owner, name, original)
         self._originals = {}
 
     def _dispatch(self, name, original):
         @functools.wraps(original)
-        def call(*args, **kwargs):
+        def call_replaced(*args, **kwargs):
             function = original
             for each in getattr(self._local, "functions", {}).get(name, ()):
                 function = functools.partial(each, function)
@@ -124,7 +124,7 @@ class Hook:
                     inspect.signature(function).bind(*args, **kwargs)
             return function(*args, **kwargs)
 
-        return call
+        return call_replaced
 
 
 # -- losses --------------------------------------------------------------------
@@ -175,7 +175,7 @@ def recorded_reductions(scale=None):
     # The lists of the scope, and of each loss that is being called.
     lists: list[list] = [[]]
 
-    def reduce(
+    def record_values(
         original,
         values,
         sample_weight=None,
@@ -189,7 +189,7 @@ def recorded_reductions(scale=None):
         lists[-1].append(Reduction(*given))
         return original(*given, dtype)
 
-    def call(original, own_loss, *args, **kwargs):
+    def record_loss(original, own_loss, *args, **kwargs):
         lists.append([])
         loss = original(own_loss, *args, **kwargs)
         *inner, own = lists.pop() or [None]
@@ -204,7 +204,7 @@ def recorded_reductions(scale=None):
         lists[-1].append(own)
         return loss if scale is None else scale(own, loss)
 
-    with losses(reduce_weighted_values=reduce, __call__=call):
+    with losses(reduce_weighted_values=record_values, __call__=record_loss):
         yield lists[0]
 
 
@@ -247,13 +247,13 @@ def traced_first(traced):
     Between both, `traced` is called.
     """
 
-    def call(original, function, *args, **kwargs):
+    def trace_first(original, function, *args, **kwargs):
         if tf.executing_eagerly():
             function.get_concrete_function(*args, **kwargs)
             traced()
         return original(function, *args, **kwargs)
 
-    return _functions(__call__=call)
+    return _functions(__call__=trace_first)
 
 
 def traced_anew():
@@ -262,7 +262,7 @@ def traced_anew():
     Python sees no other calls; and no later call finds what was traced here.
     """
 
-    def call(original, function, *args, **kwargs):
+    def trace_anew(original, function, *args, **kwargs):
         anew = tf.function(
             function.python_function,
             input_signature=function.input_signature,
@@ -271,7 +271,7 @@ def traced_anew():
         )
         return original(anew, *args, **kwargs)
 
-    return _functions(__call__=call)
+    return _functions(__call__=trace_anew)
 
 
 # Takes a layer, its inputs, which are at least float32, and a mask or `None`;
@@ -338,7 +338,7 @@ def own_draws(called):
     """
     copies: dict = {}
 
-    def draw(original, *args, **kwargs):
+    def draw_from_copy(original, *args, **kwargs):
         generator = getattr(original, "__self__", None)
         if generator is None:  # replaced by others, or by a scope inside
             return original(*args, **kwargs)
@@ -347,7 +347,8 @@ def own_draws(called):
         called.append(f"{type(generator).__module__}.{name}")
         return getattr(own, name)(*args, **kwargs)
 
-    return _shared_draws(**dict.fromkeys((name for _, name in _SHARED), draw))
+    names = (name for _, name in _SHARED)
+    return _shared_draws(**dict.fromkeys(names, draw_from_copy))
 
 
 # -- what prints, or computes gradients ---------------------------------------
@@ -392,14 +393,14 @@ def replace_rematerialized(call):
         by_keras = original(function)
 
         @functools.wraps(function)
-        def run(*args, **kwargs):
+        def rematerialized(*args, **kwargs):
             with needed_for("rematerialization"):
                 infers_shapes = backend.in_symbolic_scope()
             if infers_shapes:
                 return function(*args, **kwargs)
             return call(function, by_keras, *args, **kwargs)
 
-        return run
+        return rematerialized
 
     if original is not None:
         module.remat = remat
@@ -429,8 +430,8 @@ def not_cast():
 
 
 @needed_for("rematerialization")
-def keep_call():
-    """Captures how layers are called now; see `Hook.keep`."""
+def capture_call():
+    """Captures how layers are called now; see `Hook.capture`."""
     # Keras keeps globally whether they train, and to what dtype variables are
     # cast. If it does so elsewhere, gradients are wrong.
     tracker = GLOBAL_STATE.GLOBAL_STATE_TRACKER

@@ -41,7 +41,7 @@ def peek(batches):
     return first, itertools.chain([first], batches)
 
 
-def check_strategy(strategy, steps_per_execution=1):
+def refuse_strategy(strategy, steps_per_execution=1):
     """Refuses strategies that would be wrong, and warns of unknown ones."""
     if is_multi_worker(strategy) and steps_per_execution > 1:
         raise ValueError(
@@ -208,13 +208,13 @@ def split_over_replicas(batches, strategy):
     def part(batch, context):
         place = context.replica_id_in_sync_group % replicas
 
-        def cut(leaf):
+        def share_of(leaf):
             if not getattr(leaf, "shape", ()):
                 return leaf
             bounds = np.linspace(0, leaf.shape[0], replicas + 1).astype(int)
             return leaf[bounds[place] : bounds[place + 1]]
 
-        return keras.tree.map_structure(cut, batch)
+        return keras.tree.map_structure(share_of, batch)
 
     distribute = strategy.experimental_distribute_values_from_function
     return (distribute(functools.partial(part, batch)) for batch in batches)

@@ -19,7 +19,7 @@ from accumodel._micro_batch.micro_batches import current_graph, within
 _OTHERS = ("Collective", "Flush", "Iterator", "Rng", "Stateful", "Write")
 
 
-def check_assignments(definition, why, scope=""):
+def refuse_assignments(definition, why, scope=""):
     """Raises `why` if a `GraphDef` assigns a variable behind Keras's back."""
     for node in nodes_of(definition, scope):
         if (
@@ -42,9 +42,9 @@ def _takes_resource(node):
     return any(each.type == resource for each in definition.input_arg)
 
 
-def check_repeats(definition, why, scope=""):
+def refuse_repeats(definition, why, scope=""):
     """Raises `why` if a `GraphDef` would not be the same a second time."""
-    check_assignments(definition, why, scope)
+    refuse_assignments(definition, why, scope)
     for node in filter(is_random, nodes_of(definition, scope)):
         raise ValueError(
             f"{why} and must draw the same random numbers, which `tf.random` "
@@ -100,7 +100,7 @@ class States:
         self.variables = variables
         self.before: dict = {}  # their values, by the same ids
 
-    def save(self):
+    def record_known(self):
         """Reads the variables that are known and were not read yet."""
         for variable in [*self.variables.values()]:
             self.record(variable)
@@ -110,10 +110,10 @@ class States:
         key = id(variable)
         self.variables[key] = variable
         if key not in self.before:
-            with self.outside():
+            with self.in_step():
                 self.before[key] = tf.convert_to_tensor(variable.value)
 
-    def outside(self):
+    def in_step(self):
         """Returns a scope in which all is part of the step itself."""
         return within(self._graph)
 

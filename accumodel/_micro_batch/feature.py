@@ -91,5 +91,5 @@ class Feature:
     def call_compiled(self, function, data):
         """Runs what XLA compiled for a micro-batch, and returns its logs."""
 
-    def check_graph(self, graph) -> None:
+    def refuse_graph(self, graph) -> None:
         """Raises if a micro-batch cannot run so, after it was traced."""

@@ -80,7 +80,7 @@ def differentiate(plan, data, compute, sources=()):
 def weigh(plan, x, y, y_pred, sample_weight, loss):
     """Returns the weight of a micro-batch, of which `loss` is the loss."""
     weight = plan.model.micro_batch_weight(x, y, y_pred, sample_weight)
-    checks.check_weight(weight, "What `micro_batch_weight` returns")
+    checks.require_weight(weight, "What `micro_batch_weight` returns")
     methods = {"compute_loss", "micro_batch_weight"} & plan.overridden
     is_custom = methods == {"compute_loss"}
     # Keras sums one loss for each sample.

@@ -46,14 +46,15 @@ class KeptStates:
         kept = [each for some in self._kept.values() for each in some]
         return any(each.handle is variable.handle for each in kept)
 
-    def of(self, plan):
-        """Returns a scope of each micro-batch, by `parts` and its number."""
-        if plan.whole_batch is not None or replicas.are_several(self._model):
-            return lambda parts, i: contextlib.nullcontext()
-        return lambda parts, i: self._put_back()
+    def around_part(self, parts, i):
+        """Returns the scope of the i-th micro-batch of a `FedBatch`."""
+        is_whole = parts.plan.whole_batch is not None
+        if is_whole or replicas.are_several(self._model):
+            return contextlib.nullcontext()
+        return self._kept_apart()
 
     @contextlib.contextmanager
-    def _put_back(self):
+    def _kept_apart(self):
         assigned = _Assigned(self._model)
         weights = {*map(id, self._model.weights)}
 
@@ -62,22 +63,25 @@ class KeptStates:
             is_own = id(variable) in weights
             if step is not None and step.collector is not None and is_own:
                 is_known = id(variable) in self._kept
-                assigned.note(variable, value, step, is_known)
+                assigned.record_sources(variable, value, step, is_known)
             return original(variable, value)
 
         try:
             with hooks.assignments(assign=assign):
                 yield
         finally:  # a rehearsal may end before its step
-            alike = [(self._keep(v), before) for v, before in assigned.alike()]
+            alike = [
+                (self._kept_of(v), before)
+                for v, before in assigned.of_no_sample()
+            ]
         for (state, new, is_new), before in alike:
             with graphs.recorded():
                 new.assign(state.read_value())
                 is_new.assign(True)
                 state.assign(before)
 
-    def _keep(self, variable):
-        def make():
+    def _kept_of(self, variable):
+        def make_kept():
             state = optimizers.tf_variable(variable)
             zeros = tf.zeros(state.shape, state.dtype)
             new, is_new = (
@@ -86,10 +90,10 @@ class KeptStates:
             return state, new, is_new
 
         if id(variable) not in self._kept:
-            self._kept[id(variable)] = replicas.in_new_thread(make)
+            self._kept[id(variable)] = replicas.in_new_thread(make_kept)
         return self._kept[id(variable)]
 
-    def end_cycle(self):
+    def assign_new(self):
         """Assigns what the micro-batches of this cycle have assigned."""
         for state, new, is_new in self._kept.values():
             state.assign(tf.where(is_new, new, state))
@@ -110,7 +114,7 @@ class _Assigned:
         # the handles of all that they are computed of.
         self._notes: dict = {}
 
-    def note(self, variable, value, step, is_known):
+    def record_sources(self, variable, value, step, is_known):
         """Notes what is about to be assigned in a step."""
         if id(variable) not in self._notes:
             with micro_batches.within(self._graph), hooks.not_cast():
@@ -131,7 +135,7 @@ class _Assigned:
             sources = {_SAMPLES}  # after the update, they would be others
         self._notes[id(variable)][-1].update(sources)
 
-    def alike(self):
+    def of_no_sample(self):
         """Returns pairs of a variable that no sample changes, and its value."""
         weights, count = _handles(self._model.weights), None
         alike = self._notes

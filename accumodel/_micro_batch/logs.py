@@ -48,7 +48,7 @@ class LossLogs:
             weight = tf.size(loss)
         weights, outputs = [weight], len(trackers) - 1
         if outputs:
-            losses = self._plan.accumulation.loss_weights
+            losses = self._plan.accumulation.training.loss_weights
             weights += losses.of_outputs(data, outputs, weight)
         samples = tf.cast(micro_batches.count_samples(data), tf.float64)
         new = []

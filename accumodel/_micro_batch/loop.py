@@ -23,7 +23,9 @@ def make_step(plan, function, collector=None, losses=None, divisors=None):
     def step(data):
         step = plan, data, collector, losses, plan.is_compiled, divisors
         trains = collector is not None
-        around = collector.around(data) if trains else contextlib.nullcontext()
+        around = (
+            collector.around_step(data) if trains else contextlib.nullcontext()
+        )
         with micro_batches.one_step(*step), around:
             return function(data)
 
@@ -54,8 +56,8 @@ def around_parts(plan, trains):
     if plan.numbers is None:
         return scopes
     return [
-        plan.accumulation.states.of(plan),
-        random_numbers.Draws(plan, trains).of,
+        plan.accumulation.training.states.around_part,
+        random_numbers.Seeds(plan, trains).around_part,
         *scopes,
     ]
 
@@ -83,7 +85,7 @@ def run(plan, function, data, collector=None):
         if tf.executing_eagerly():
             return (logs,)
         for feature in plan.features:
-            feature.check_graph(tf.compat.v1.get_default_graph())
+            feature.refuse_graph(tf.compat.v1.get_default_graph())
         logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         specs = tf.nest.map_structure(tf.TensorSpec.from_tensor, logs)
         # An optional needs a component, and a step may return no logs.

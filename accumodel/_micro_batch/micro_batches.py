@@ -44,7 +44,7 @@ class Plan:
 
     @property
     def is_sure(self):
-        """Whether how they are split is known, not only if memory runs out."""
+        """False for `"auto"` and `"fastest"`: they split if memory runs out."""
         return not isinstance(self.options.micro_batch_size, str)
 
     @property
@@ -133,9 +133,8 @@ class Step:
 
     def has_samples(self, loss, key, place=0):
         """Whether the first axis of a loss is that of the samples."""
-        # It is then as long as that of the data, or as all their time steps.
-        axes, sizes = self.plan.accumulation.sample_axes, sizes_of(loss)
-        samples = first_leaf(self.data).shape[0]
+        # If so, its length is that of the data, or a multiple of it.
+        samples, sizes = first_leaf(self.data).shape[0], sizes_of(loss)
         if sizes == []:
             return False
         if samples is None:
@@ -144,7 +143,7 @@ class Step:
             is_single = loss.shape.num_elements() == 1 != samples
             is_like = not (samples and (sizes[0] or 0) % samples)
             guess = is_like and not is_single
-        return axes.decide(
+        return self.plan.accumulation.training.sample_axes.decide(
             key, place, sizes, samples, guess, "A loss", self.is_conditional()
         )
 
@@ -195,8 +194,7 @@ class FedBatch:
     """One fed batch, and its micro-batches; one if it is not split."""
 
     def __init__(self, plan, data):
-        self._model, self.data, self.is_split = plan.model, data, plan.is_split
-        self._may_differ = "slice_data" in plan.overridden
+        self.plan, self.data, self.is_split = plan, data, plan.is_split
         self.ordered = None
         with on_host():
             self.count = (
@@ -213,8 +211,8 @@ class FedBatch:
         values = tf.nest.flatten(first_leaf(self.data), expand_composites=True)
         # For a custom `slice_data`, some arrays may have other lengths. A batch
         # that is not split may be anything.
-        if self.is_split and self._may_differ:
-            values += _check_lengths(_counted(self.data), _OTHER_TARGETS)
+        if self.is_split and "slice_data" in self.plan.overridden:
+            values += _require_lengths(_counted(self.data), _OTHER_TARGETS)
         with tf.control_dependencies(values):  # it waits for the data
             return tf.identity(count_samples(self.data))
 
@@ -224,11 +222,14 @@ class FedBatch:
         with on_host():
             return i * n // count, (i + 1) * n // count
 
-    def known_length(self, begin, end):
-        """Returns how many samples one has, or `None` if it is not known."""
+    def known_length(self, i):
+        """Returns the samples of the i-th, or `None` if they are not known."""
         if not self.is_split:
             return first_leaf(self.data).shape[0]
-        return int(end - begin) if tf.executing_eagerly() else None
+        if not tf.executing_eagerly():
+            return None
+        begin, end = self.bounds(i)
+        return int(end - begin)
 
     def fraction(self, i):
         """Returns how much of the samples are in the i-th."""
@@ -240,7 +241,7 @@ class FedBatch:
     def data_of(self, i):
         begin, end = self.bounds(i)
         with on_host():
-            data = self._model.slice_data(self.data, begin, end)
+            data = self.plan.model.slice_data(self.data, begin, end)
             if self.ordered is not None:
                 data = self.ordered.cut(data, begin, end)
             return data
@@ -257,7 +258,7 @@ def as_tensors(data):
 def slice_data(data, begin, end):
     """See `AccumulatingModel.slice_data`."""
 
-    def cut(leaf):
+    def slice_leaf(leaf):
         if not has_axis(leaf):
             return leaf
         if not isinstance(leaf, tf.SparseTensor):
@@ -269,8 +270,8 @@ def slice_data(data, begin, end):
         part.set_shape([None, *leaf.shape[1:]])
         return part
 
-    with tf.control_dependencies(_check_lengths(_leaves(data), _OTHERS)):
-        return keras.tree.map_structure(cut, data)
+    with tf.control_dependencies(_require_lengths(_leaves(data), _OTHERS)):
+        return keras.tree.map_structure(slice_leaf, data)
 
 
 def has_axis(leaf):
@@ -338,7 +339,7 @@ def _length(leaf):
     return (tf.unstack(sizes) if is_vector else sizes)[0]
 
 
-def _check_lengths(leaves, message):
+def _require_lengths(leaves, message):
     """Raises if lengths differ; returns checks of those known only later."""
     names = [name_of_leaf(path) for path, _ in leaves]
     lengths = [tf.TensorShape(leaf.shape)[0] for _, leaf in leaves]

@@ -11,10 +11,8 @@ So the last one leaves the seeds where the large batch does, whichever it is.
 Rows begin at the number of samples that were fed before in the cycle. A cycle
 that is forgotten puts the seeds back.
 
-A draw of TensorFlow is a counter: a block of numbers is a function of the seed
-and of the number of the block (Philox: Salmon et al. 2011, "Parallel random
-numbers: as easy as 1, 2, 3"). So rows are a draw that begins further on, bit
-for bit the same, and nothing is drawn in vain.
+How rows are drawn is in `rows`. `RandomNumbers` is for the life of a model,
+`Seeds` for a fed batch, `Draws` for a micro-batch, and `Rows` for one draw.
 
 Draws without an axis of samples are the same for all micro-batches. What cannot
 be drawn from the middle, or is drawn in a loop, which may be over the samples,
@@ -26,10 +24,6 @@ import collections
 import contextlib
 import functools
 import inspect
-import math
-import operator
-import re
-import typing
 
 import keras
 import numpy as np
@@ -55,25 +49,13 @@ from accumodel._micro_batch.micro_batches import (
     on_host,
     within,
 )
-
-# Philox, on CPUs and GPUs. To name it would let XLA compile it into all that
-# uses it, which takes three times as long.
-_ALGORITHM = tf.random.Algorithm.AUTO_SELECT.value
+from accumodel._micro_batch.rows import Rows, host, once_in_each_graph
 
 # Between the seeds of two samples: layers may have seeds like 1, 2 and 3.
 _FAR = 1_000_003
 
-
-# In the names of operations that draw; and of those that draw rows, before the
-# axis of the samples.
+# In the names of operations that draw.
 _DRAWS = "accumodel_draws"
-_ROWS = "accumodel_rows_"
-
-
-def rows_axis(name):
-    """Returns the axis of the rows that an operation draws, or `None`."""
-    found = re.search(rf"{_ROWS}(\d+)", name)
-    return None if found is None else int(found[1])
 
 
 def is_of_draws(name):
@@ -87,7 +69,8 @@ class RandomNumbers:
     def __init__(self, accumulation):
         self.accumulation = accumulation
         with tf.init_scope():
-            # XLA reads it on the device.
+            # Of the micro-batch: its first sample, how many it has, and how
+            # many the large batch has. XLA reads it on the device.
             self.rows = accumulation.make_sum((3,), tf.int64, "rows")
             # The samples of this cycle before the last fed batch, and in that;
             # and the number of the cycle.
@@ -128,38 +111,38 @@ class RandomNumbers:
     def leave_out(self, is_added):
         """Lets the last fed batch be as if it was not fed, unless it counts."""
         kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
-        self._change(lambda: self.fed.assign(self.fed * kept))
+        self._on_replicas(lambda: self.fed.assign(self.fed * kept))
 
-    def end_cycle(self, after):
+    def begin_next_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
 
-        def end():
+        def begin_on_replica():
             # Replicas do not inherit these.
             with tf.control_dependencies([*after]):
-                self._end()
+                self._begin_next()
 
-        self._change(end)
+        self._on_replicas(begin_on_replica)
 
     def forget_cycle(self):
         """Puts the seeds back to where the cycle began."""
 
-        def forget():
+        def forget_on_replica():
             cycle = self.cycle()
             for key, begin in self.begins.items():
-                state = self.accumulation.assigned["seeds"][key]
+                state = self.accumulation.made.assigned["seeds"][key]
                 first = tf.cast(begin[1:], state.dtype)
                 is_of_it = tf.equal(begin[0], cycle)
                 state.assign(tf.where(is_of_it, first, state.value))
-            self._end()
+            self._begin_next()
 
-        self._change(forget)
+        self._on_replicas(forget_on_replica)
 
-    def _change(self, change):
+    def _on_replicas(self, change):
         """Changes the seeds on each replica, if anything is drawn."""
-        if self.accumulation.assigned["seeds"] or self._counts:
+        if self.accumulation.made.assigned["seeds"] or self._counts:
             replicas.on_each_replica(change)
 
-    def _end(self):
+    def _begin_next(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
         self.rows.assign([0, 0, 0])  # which an error may have left
 
@@ -175,7 +158,7 @@ class RandomNumbers:
             for key, begin in self.begins.items():
                 number, *row = replicas.local_results(begin)[0].numpy()
                 if key in places and number == now:
-                    seed = self.accumulation.assigned["seeds"][key].numpy()
+                    seed = self.accumulation.made.assigned["seeds"][key].numpy()
                     held[f"seed_{places[key]}"] = [*seed, *row]
         return held
 
@@ -188,7 +171,7 @@ class RandomNumbers:
             row = (table | held).get(f"seed_{place}")
             if row is not None:
                 state.assign(row[:2])
-                self.accumulation.assigned["seeds"][id(state)] = state
+                self.accumulation.made.assigned["seeds"][id(state)] = state
                 self._begin_of(state)
                 rows[id(state)] = np.array([1, *row[2:4]], "int64")
 
@@ -203,119 +186,113 @@ class RandomNumbers:
             replicas.on_each_replica(write)
 
 
-class Draws:
-    """The draws of the micro-batches of one fed batch.
+class Seeds:
+    """The seeds from which the micro-batches of one fed batch draw.
 
-    The variable `rows` holds three int64s: the first sample of the micro-batch,
-    their number, and that of the large batch. `plan.assigned["seeds"]` holds
-    the known states of seed generators. `assigned` are the variables that
-    micro-batches assign, by id, or `None`.
+    `plan.assigned["seeds"]` holds those that are known, as the states of seed
+    generators. `assigned` are the variables that micro-batches assign, by id,
+    or `None` if that is not known.
     """
 
     def __init__(self, plan, trains=False, assigned=None):
-        self._plan, self._rows = plan, plan.numbers.rows
-        self._spans = trains and plan.accumulation.spans_batches
-        self._seeds = States(plan.assigned["seeds"])
+        self._plan = plan
+        self._states = States(plan.assigned["seeds"])
         self._is_known = assigned is not None
         self._known = [
             state
-            for key, state in self._seeds.variables.items()
+            for key, state in self._states.variables.items()
             if assigned is None or key in assigned
         ]
+        self._spans = trains and plan.accumulation.spans_batches
         # Whether a training begins with these draws, and has begun.
         self._begins, self._is_begun = trains and not self._is_known, False
-        # The micro-batch: its `FedBatch` and number; its samples, if known; and
-        # whether it is the last one, which is `None` before the first draw.
-        self._part: typing.Any = None
-        self._samples: int | None = None
-        self._is_last: typing.Any = None
-        # Whether the draw that takes a seed has rows; `None`: taken by hand.
-        self._has_rows: bool | None = None
-        self._waits: list = []
-        self._cycle: typing.Any = None  # its number, once it was read
-        self._made: dict = {}  # see `_once`
 
     @contextlib.contextmanager
-    def of(self, parts, i):
+    def around_part(self, parts, i):
         """Scope in which the i-th micro-batch draws its rows."""
-        self._part, self._is_last, self._made = (parts, i), None, {}
-        with self.replaced():
+        graph, is_last = current_graph(), None
+
+        def open_part():
+            nonlocal is_last
+            if is_last is None:
+                with within(graph):
+                    is_last = self._assign_rows(parts, i)
+            # Without data, no seed may move.
+            return [] if parts.is_split else [parts.samples]
+
+        draws = Draws(
+            self._plan, self.read_seed, parts.known_length(i), open_part
+        )
+        with draws.in_force():
             if self._is_known or self._known:
-                self._open()
+                open_part()
             yield
-        graph = current_graph()
         is_cut = parts.is_split or self._spans
         if is_cut and graph is not None and not self._is_known:
-            self.check(graph)
-        if self._is_last is None:
+            self.refuse_others(graph)
+        if is_last is None:
             return
         with recorded():
             # What is traced here may be called without micro-batches.
-            self._rows.assign(tf.zeros(3, tf.int64))
+            self._plan.numbers.rows.assign(tf.zeros(3, tf.int64))
             for key in self._used(graph) if parts.is_split else []:
-                state, before = self._seeds.variables[key], self._seeds.before
-                state.assign(tf.where(self._is_last, state.value, before[key]))
+                state, before = self._states.variables[key], self._states.before
+                state.assign(tf.where(is_last, state.value, before[key]))
 
-    def _open(self):
-        """Assigns the `rows` before the first draw. Not all models draw."""
-        if self._part is None or self._is_last is not None:
-            return
-        parts, i = self._part
-        with within(self._around):
-            begin, end = parts.bounds(i)
-            self._samples = parts.known_length(begin, end)
-            # Without data, no seed may move.
-            self._waits = [] if parts.is_split else [parts.samples]
-            self.begin(parts)
-            with on_host(), recorded():
-                samples, size = parts.samples, end - begin
-                self._is_last = tf.equal(end, samples)
-                if self._spans:
-                    begin += tf.identity(self._plan.numbers.fed)[0]
-                    own = self._plan.model._gradient_accumulator
-                    of_model = self._plan.model.accum_steps
-                    samples *= (
-                        of_model if own is None else own._untracked.accum_steps
-                    )
-                self._rows.assign([begin, size, samples])
+    def of_any(self):
+        """Returns a scope in which what is traced draws rows when it runs."""
+        return Draws(self._plan, self.read_seed).in_force()
 
-    def begin(self, parts):
+    def _assign_rows(self, parts, i):
+        """Assigns the `rows` of a micro-batch; returns whether it is the last.
+
+        Before its first draw, since not all models draw.
+        """
+        samples, (begin, end) = parts.samples, parts.bounds(i)
+        self.begin_fed_batch(parts)
+        with on_host(), recorded():
+            size = end - begin
+            is_last = tf.equal(end, samples)
+            if self._spans:
+                begin += tf.identity(self._plan.numbers.fed)[0]
+                own = self._plan.model._gradient_accumulator
+                of_model = self._plan.model.accum_steps
+                samples *= (
+                    of_model if own is None else own._settings.accum_steps
+                )
+            self._plan.numbers.rows.assign([begin, size, samples])
+        return is_last
+
+    def begin_fed_batch(self, parts):
         """Begins the fed batch, with the seeds of its cycle."""
         if self._is_begun:
             return
         self._is_begun = True
         if self._begins and self._spans:
-            with self._seeds.outside(), recorded():
+            with self._states.in_step(), recorded():
                 self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
-            self._record(state)
+            self.read_seed(state)
 
-    def _record(self, state):
+    def read_seed(self, state):
         """Reads a seed before the fed batch draws from it."""
-        begins = self._begins and self._is_begun
-        if begins and id(state) not in self._seeds.before:
+        if self._begins and id(state) not in self._states.before:
             # Unseen by scopes, such as a `Recorder`.
-            with hooks.outside_of_scopes(), self._seeds.outside(), recorded():
-                if self._cycle is None:
-                    self._cycle = self._plan.numbers.cycle()
+            with hooks.outside_of_scopes(), self._states.in_step(), recorded():
                 self._plan.numbers.begin_seed(state, self._cycle)
-        self._seeds.record(state)
+        self._states.record(state)
 
-    @contextlib.contextmanager
-    def replaced(self):
-        """Scope in which what is traced draws the rows when it runs."""
-        self._around = current_graph()
-        # How often the axes of each draw were asked for.
-        self._asked: collections.Counter = collections.Counter()
-        with replaced_draws(self._draw, next=self._next):
-            yield
+    @functools.cached_property
+    def _cycle(self):
+        """The number of this cycle, which is read once."""
+        return self._plan.numbers.cycle()
 
-    def check(self, graph):
-        """Raises if a graph draws numbers that are not drawn so."""
+    def refuse_others(self, graph):
+        """Raises if a graph draws from seeds that were not recorded."""
         known = {
             id(copy)
-            for key in self._seeds.before
-            for copy in _copies(self._seeds.variables[key])
+            for key in self._states.before
+            for copy in _copies(self._states.variables[key])
         }
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
@@ -336,38 +313,65 @@ class Draws:
 
     def _used(self, graph):
         """Returns the keys of the seeds that this micro-batch draws from."""
-        keys = [*self._seeds.before]
+        keys = [*self._states.before]
         if self._is_known or graph is None:
             return keys
         used = {*map(id, private_names.used_variables(graph))}
         return [
             key
             for key in keys
-            if not used.isdisjoint(map(id, _copies(self._seeds.variables[key])))
+            if not used.isdisjoint(
+                map(id, _copies(self._states.variables[key]))
+            )
         ]
 
-    def _next(self, original, generator, ordered=True):
-        """Draws a seed, see `replaced_draws`."""
-        self._open()
+
+class Draws:
+    """The draws of one micro-batch.
+
+    `record` is called with each seed before it moves. `samples` are those of
+    the micro-batch, if their number is known. `open_part` assigns the `rows`,
+    and returns what seeds wait for.
+    """
+
+    def __init__(self, plan, record, samples=None, open_part=list):
+        self._plan, self._record = plan, record
+        self.samples, self._open_part = samples, open_part
+        self.spans_batches = plan.accumulation.spans_batches
+        self._graph = current_graph()
+        # How often the axes of each draw were asked for.
+        self._asked: collections.Counter = collections.Counter()
+        self.once = once_in_each_graph()
+
+    def in_force(self):
+        """Returns a scope in which what is traced draws the rows."""
+        # Of a seed that is taken outside of a draw it is not known what for.
+        taken = functools.partial(self._next, True)
+        return replaced_draws(self._draw, next=taken)
+
+    def _next(self, is_apart, original, generator, ordered=True):
+        """Takes a seed of a generator, and moves its state."""
+        waits = self._open_part()
         self._record(generator.state)
-        with tf.control_dependencies(self._waits):
+        with tf.control_dependencies(waits):
             seed = original(generator, ordered)
-        is_shared = self._has_rows is False and not private_names.is_in_loop(
-            self._around
-        )
-        if self._has_rows or is_shared:
-            return seed
-        return _apart(seed, self._rows[0])  # it is not known what for
+        return self._apart(seed) if is_apart else seed
+
+    def _apart(self, seed):
+        """Returns another seed for each micro-batch but the first."""
+        begin = self._plan.numbers.rows[0]
+        with host():
+            return seed + tf.cast(tf.stack([begin * _FAR, 0]), seed.dtype)
 
     def _draw(self, name, original, arguments):
         """Calls a function of `keras.random`, see `replaced_draws`."""
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
-        self._open()
+        self._open_part()
         with tf.name_scope(_DRAWS):
-            return self._drawn(name, original, arguments)
+            return self._draw_rows(name, original, arguments)
 
-    def _drawn(self, name, original, arguments):
+    def _draw_rows(self, name, original, arguments):
         """Returns what a function of `keras.random` draws of these rows."""
         shape = shape_of(name, arguments)
         sizes = known_sizes(shape)
@@ -380,33 +384,23 @@ class Draws:
             # XLA may pair what is far apart, see `normal_in_xla`.
             or (name == "normal" and axes[:1] > [0] and is_compiled())
         )
-        with hooks.replaced(self, "_has_rows", bool(axes)):
+        # A loop may be over the samples.
+        is_in_loop = not axes and private_names.is_in_loop(self._graph)
+        taken = functools.partial(self._next, is_in_loop)
+        with hooks.draws.none(), hooks.draws(next=taken):
             seed = private_names.draw_seed(seed)
         if not axes:
             return original(**arguments, seed=seed)
         if is_apart:
-            return original(**arguments, seed=_apart(seed, self._rows[0]))
-        rows_of = functools.partial(self._named, axes[0], sizes, shape, seed)
+            return original(**arguments, seed=self._apart(seed))
+        rows = Rows(self, axes[0], shape, sizes, seed)
         arguments.pop("noise_shape", arguments.pop("shape", None))
-        return OFFSETS[name](rows_of, **arguments)
+        return OFFSETS[name](rows.draw_by, **arguments)
 
-    def _once(self, make, *args):
-        """Calls a function once in each graph for the same arguments."""
-        graph = current_graph()
-        if graph is None:
-            return make(*args)
-        key = graph, make, *(x.ref() if tf.is_tensor(x) else x for x in args)
-        if key not in self._made:
-            self._made[key] = make(*args)
-        return self._made[key]
-
-    def _number(self, value, dtype=tf.int64):
-        """Returns a constant, which is made once in each graph."""
-        return self._once(tf.constant, value, dtype)
-
-    def _read_rows(self):
+    def read_rows(self):
         """Returns the numbers in `rows`, of which there are samples."""
-        begin, samples, of_batch = tf.unstack(tf.convert_to_tensor(self._rows))
+        rows = tf.convert_to_tensor(self._plan.numbers.rows)
+        begin, samples, of_batch = tf.unstack(rows)
         return begin, tf.maximum(samples, 1), of_batch
 
     def _axes(self, name, seed, sizes):
@@ -414,10 +408,10 @@ class Draws:
         # It is the first one if that may be as long.
         key = name, id(getattr(seed, "state", None))
         self._asked[key] += 1
-        samples = self._samples
+        samples = self.samples
         places = [i for i, size in enumerate(sizes) if size in (None, samples)]
         step = current_step()
-        return self._plan.accumulation.sample_axes.decide(
+        return self._plan.accumulation.training.sample_axes.decide(
             key,
             self._asked[key] - 1,
             sizes,
@@ -427,93 +421,6 @@ class Draws:
             is_conditional=step is not None and step.is_conditional(),
         )
 
-    def _named(
-        self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
-    ):
-        """Returns the rows of a draw, with names that say which they are."""
-        # A cycle of several fed batches may not be full, see `_numbers`.
-        needs_all = axis or make is not None
-        is_row = not (needs_all and self._plan.accumulation.spans_batches)
-        with tf.name_scope(f"{_ROWS}{axis}" if is_row else "apart"):
-            return self._numbers(
-                axis, sizes, shape, seed, operation, drawn, make, **kwargs
-            )
-
-    def _shape(self, shape, sizes):
-        """Returns a shape in a tensor; `sizes` is what is known of it."""
-        if None not in sizes:
-            return self._number((*sizes,))
-        if tf.is_tensor(shape):
-            return tf.cast(shape, tf.int64)
-        return tf.stack(
-            [
-                tf.cast(x, tf.int64) if size is None else self._number(size)
-                for x, size in zip(shape, sizes, strict=True)
-            ]
-        )
-
-    def _numbers(
-        self, axis, sizes, shape, seed, operation, drawn, make=None, **kwargs
-    ):
-        """Returns the rows of this micro-batch of a draw."""
-        # They begin at `(j * all_rows + begin) * inner` numbers, for each `j`
-        # of the axes before them. Their number may be a multiple of the
-        # samples; if it is not, they are not known, and take other counters.
-        # `sizes` is what is known of the `shape` of the rows. The raw
-        # `operation` takes `kwargs`; `block` of the dtype `drawn` come from one
-        # value of the counter. Not `//`, which XLA compiles to much more.
-        block = 4 if tf.as_dtype(drawn).size <= 4 else 2
-        rest = sizes[axis + 1 :]
-        own, inner = sizes[axis], None if None in rest else math.prod(rest)
-        is_aligned = make is None and inner is not None and inner % block == 0
-        with _host():
-            begin, samples, of_batch = self._once(self._read_rows)
-            if own is None:
-                own = tf.cast(shape[axis], tf.int64)
-            shape = self._shape(shape, sizes)
-            if inner is None:
-                inner = tf.reduce_prod(shape[axis + 1 :])
-            first, multiple = self._once(operator.mul, begin, inner), 1
-            apart = self._number(0)
-            if sizes[axis] is None or own != self._samples:
-                own = tf.cast(own, tf.int64)
-                multiple = tf.truncatediv(own, samples)
-                apart = begin * tf.minimum(
-                    tf.truncatemod(own, samples), self._number(1)
-                )
-                first *= multiple
-            key, start = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
-        kwargs |= {"key": key, "alg": self._number(_ALGORITHM, tf.int32)}
-
-        def draw(first, own_shape=shape[axis:] if axis else shape):
-            """Draws numbers of a shape, from the `first` on."""
-            with _host():
-                counter = start + self._once(
-                    _counter, first, self._number(block), apart
-                )
-            if is_aligned:
-                return operation(shape=own_shape, counter=counter, **kwargs)
-            with _host():
-                numbers = map(self._number, (block, block - 1, (0,)))
-                begin, count, size, shift = self._once(
-                    _around, own_shape, first, *numbers
-                )
-            drawn_rows = operation(shape=size, counter=counter, **kwargs)
-            # XLA would compile a slice for each place where one begins.
-            drawn_rows = tf.roll(drawn_rows, shift, self._number(0))
-            return tf.reshape(tf.slice(drawn_rows, begin, count), own_shape)
-
-        if axis == 0 and make is None:
-            return draw(first)
-        all_rows = tf.maximum(of_batch * multiple, own)
-        if make is not None:
-            whole = tf.concat([[all_rows], shape[1:]], 0)
-            return make(draw, whole, first, shape)
-        places = tf.range(math.prod(sizes[:axis]), dtype=tf.int64)
-        begins = first + places * all_rows * inner
-        drawn_rows = tf.map_fn(draw, begins, fn_output_signature=drawn)
-        return tf.reshape(drawn_rows, shape)
-
 
 @contextlib.contextmanager
 def replaced_draws(draw, **others):
@@ -522,25 +429,25 @@ def replaced_draws(draw, **others):
     # and its arguments in a dict. `others` replace other functions of the hook,
     # such as `next`.
 
-    def call(name, original, *args, **kwargs):
+    def draw_named(name, original, *args, **kwargs):
         public = inspect.signature(getattr(keras.random, name))
         with private_names.needed_for("random numbers"):
             bound = public.bind(*args, **kwargs)
         return draw(name, original, bound.arguments)
 
-    drawn = {name: functools.partial(call, name) for name in hooks.DRAWS}
+    drawn = {name: functools.partial(draw_named, name) for name in hooks.DRAWS}
 
-    def draw_seed(original, seed):
+    def keep_drawn(original, seed):
         # One that is a tensor is drawn already.
         return seed if tf.is_tensor(seed) else original(seed)
 
-    def build(original, *args, **kwargs):
+    def build_by_keras(original, *args, **kwargs):
         with hooks.draws.none():  # initial weights are no draws of a step
             return original(*args, **kwargs)
 
     with (
-        hooks.draws(**drawn, draw_seed=draw_seed, **others),
-        hooks.builds(_maybe_build=build, add_weight=build),
+        hooks.draws(**drawn, draw_seed=keep_drawn, **others),
+        hooks.builds(_maybe_build=build_by_keras, add_weight=build_by_keras),
     ):
         yield
 
@@ -550,28 +457,3 @@ def _copies(seed):
     variable = optimizers.tf_variable(seed)
     with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
         return replicas.local_results(variable)
-
-
-def _counter(first, block, apart):
-    """Returns what to add to a counter, to begin with the `first` number."""
-    return tf.bitcast(
-        tf.stack([tf.truncatediv(first, block), apart]), tf.uint64
-    )
-
-
-def _around(shape, first, block, most, zero):
-    """Returns where numbers begin, how many, of how many, and their shift."""
-    # `most` can be before the first in its block.
-    count = tf.reduce_prod(shape, zero, keepdims=True)
-    return zero, count, count + most, -tf.truncatemod(first, block)
-
-
-def _apart(seed, begin):
-    """Returns another seed for each micro-batch but the first."""
-    with _host():
-        return seed + tf.cast(tf.stack([begin * _FAR, 0]), seed.dtype)
-
-
-def _host():
-    """Returns the device of shapes and counters: on a GPU, draws would wait."""
-    return contextlib.nullcontext() if is_compiled() else on_host()

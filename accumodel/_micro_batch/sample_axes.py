@@ -19,9 +19,10 @@ import tensorflow as tf
 
 
 class SampleAxes:
-    """What the steps of a model decide, by what they decide on.
+    """Which axis of each draw and loss is that of the samples.
 
-    `again` traces the step again that is running, for its data.
+    It is decided in the rehearsal, and looked up later. `again` traces the step
+    again that is running, for its data.
     """
 
     def __init__(self, again):

@@ -77,18 +77,18 @@ class GradientAccumulator(Engine):
         jit_compile: bool = False,
     ) -> None:
         self._follows_model = accum_steps is None
-        steps = checks.check_accum_steps(
+        steps = checks.require_accum_steps(
             1 if accum_steps is None else accum_steps
         )
-        checks.check_optimizer(optimizer, skip_nonfinite)
-        skip_nonfinite = checks.check_bool("skip_nonfinite", skip_nonfinite)
+        checks.require_optimizer(optimizer, skip_nonfinite)
+        skip_nonfinite = checks.require_bool("skip_nonfinite", skip_nonfinite)
         if not isinstance(jit_compile, bool):
             raise TypeError(
                 "`jit_compile` must be a bool. "
                 f"Received: jit_compile={jit_compile!r}"
             )
-        variables = checks.check_variables(variables)
-        replicas.check_strategy(replicas.current_strategy())
+        variables = checks.require_variables(variables)
+        replicas.refuse_strategy(replicas.current_strategy())
         super().__init__(
             optimizer,
             variables,
@@ -108,11 +108,11 @@ class GradientAccumulator(Engine):
             TypeError: If it is set to something other than an int.
             ValueError: If it is set to less than 1.
         """
-        return int(self._untracked.accum_steps.numpy())
+        return int(self._settings.accum_steps.numpy())
 
     @accum_steps.setter
     def accum_steps(self, value: int) -> None:
-        self._untracked.accum_steps.assign(checks.check_accum_steps(value))
+        self._settings.accum_steps.assign(checks.require_accum_steps(value))
 
     @property
     def pending_steps(self) -> int:
@@ -166,17 +166,17 @@ class GradientAccumulator(Engine):
         once. If the last `accumulate` failed, the cycle is forgotten instead:
         some of its gradients may have been added, and others not.
         """
-        present = self._present or (True,) * len(self.variables)
+        present = self._seen.present or (True,) * len(self.variables)
         if tf.executing_eagerly():
             # To call operations for the first time takes as long as a step.
             if not (self.pending_steps or self.phase()):
                 return
             present = tuple(self._given.numpy().tolist())
 
-        def end():
+        def end_pending():
             self._forget_if_broken()
-            with tf.control_dependencies(self._check_set(present)):
+            with tf.control_dependencies(self._require_same_set(present)):
                 self._update_if(self._count > 0, present)
 
         with self._step(), self.scope():
-            replicas.across_replicas(end)
+            replicas.across_replicas(end_pending)

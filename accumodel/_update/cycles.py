@@ -69,7 +69,7 @@ class Cycles:
     def __iter__(self):
         return iter(self.by_name().values())
 
-    def build(self, options, numbers):
+    def make_own(self, options, numbers):
         """Makes the model's own accumulator, unless it has one."""
         model = self.model
         variables = model.trainable_variables
@@ -90,7 +90,7 @@ class Cycles:
         accumulator.follow(options.accum_steps, numbers)
         model._gradient_accumulator = accumulator
 
-    def check_holds(self, accumulator, in_step):
+    def require_held(self, accumulator, in_step):
         """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
         is_ours = in_step or not own.isdisjoint(map(id, accumulator.variables))
@@ -162,7 +162,7 @@ class Cycles:
                     stacklevel=2,
                 )
                 continue
-            cycle = read(accumulator, self.model)
+            cycle = read_cycle(accumulator, self.model)
             if is_own and numbers is not None:
                 cycle |= numbers.save_cycle()
             cycle["checksum"] = _checksum(cycle)
@@ -180,9 +180,9 @@ class Cycles:
                 f"Received: {[*cycles]}, but it has {[*found]}"
             )
         for attribute, cycle in cycles.items():
-            _check(found[attribute], self.model, cycle)
+            _require_fitting(found[attribute], self.model, cycle)
         for attribute, cycle in cycles.items():
-            write(found[attribute], cycle)
+            write_cycle(found[attribute], cycle)
         if numbers is not None:
             numbers.load_cycle(cycles.get(OWN, {}))
         self.is_live = False
@@ -201,7 +201,7 @@ def split_off(store):
     return cycles, rest
 
 
-def read(accumulator, model):
+def read_cycle(accumulator, model):
     """Returns the pending cycle of an accumulator in a dict of arrays."""
     with accumulator.scope():
         held = _held(accumulator, accumulator._given.numpy())
@@ -214,12 +214,12 @@ def read(accumulator, model):
         }
 
 
-def write(accumulator, cycle):
-    """Lets a cycle that `read` returned be the pending one, after none."""
+def write_cycle(accumulator, cycle):
+    """Lets what `read_cycle` returned be the pending cycle, after none."""
     with accumulator.scope():
         for name, variable in _held(accumulator, cycle["given"]).items():
             variable.assign(cycle[name])
-        accumulator._has_weights = True if cycle["totals"][1] > 0 else None
+        accumulator._seen.has_weights = True if cycle["totals"][1] > 0 else None
 
 
 def _held(accumulator, given):
@@ -239,11 +239,11 @@ def _places(accumulator, model):
     return [places.get(id(variable), -1) for variable in accumulator.variables]
 
 
-def _check(accumulator, model, cycle):
+def _require_fitting(accumulator, model, cycle):
     """Raises unless a cycle is whole and belongs to these variables."""
     places, own = cycle.get("places"), _places(accumulator, model)
     if not np.array_equal(places, own):
-        _refuse(
+        _refuse_file(
             "belongs to a different set of trainable weights. Freeze the "
             "layers that were frozen when it was saved, and compile",
             f"weights {places}, but the model's are {own}",
@@ -251,7 +251,7 @@ def _check(accumulator, model, cycle):
     if cycle.get("scales_loss") != optimizers.scales_loss(
         accumulator.optimizer
     ):
-        _refuse(
+        _refuse_file(
             "has sums that were scaled differently. Use a "
             "`LossScaleOptimizer` only if it was used then",
             f"scales_loss={cycle.get('scales_loss')}",
@@ -264,13 +264,13 @@ def _check(accumulator, model, cycle):
         or cycle[name].dtype != variable.dtype
     ]
     if wrong or cycle["pending_steps"] < 1:
-        _refuse(
+        _refuse_file(
             "is damaged, or belongs to another model",
             f"missing or wrong: {wrong or ['pending_steps']}",
         )
     saved, found = cycle.get("checksum"), _checksum(cycle)
     if saved is not None and saved != found:
-        _refuse(
+        _refuse_file(
             "is damaged: some numbers are not those that were saved. Load an "
             "earlier file, since the weights may be damaged, too",
             f"checksum={found}, but the file says {saved}",
@@ -287,7 +287,7 @@ def _checksum(cycle):
     return np.uint32(checksum)
 
 
-def _refuse(what, received):
+def _refuse_file(what, received):
     raise ValueError(
         f"The pending cycle in this file {what}. Received: {received}"
     )

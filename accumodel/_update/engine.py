@@ -25,6 +25,7 @@ them half-added. So whatever fails, the pending cycle is forgotten: see
 
 import contextlib
 import contextvars
+import dataclasses
 import functools
 import operator
 import typing
@@ -42,18 +43,38 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._update import sums
 
 
-class _Untracked:
-    """Attributes that `tf.Module` must not track, or checkpoints have them."""
+@dataclasses.dataclass(frozen=True)
+class _Settings:
+    """How an accumulator was made.
 
-    def __init__(self, strategy, variables, accum_steps):
-        self.strategy, self.variables = strategy, variables
-        # Of `compile`, not of a checkpoint.
-        self.accum_steps = accum_steps
-        self.updates: dict = {}  # compiled, by what they update
-        self.numbers: typing.Any = None  # the `RandomNumbers` of its model
-        # Per variable: was it passed to `accumulate`, maybe with `None` as its
-        # gradient?
-        self.named = [True] * len(variables)
+    In plain objects `tf.Module` tracks nothing, so no checkpoint has these.
+    """
+
+    strategy: typing.Any
+    variables: list
+    accum_steps: tf.Variable  # of `compile`, not of a checkpoint
+    replicas: int
+    skip_nonfinite: bool
+    jit_compile: bool
+
+
+@dataclasses.dataclass
+class _Seen:
+    """What the calls of an accumulator have shown."""
+
+    # Per variable: was it passed to `accumulate`, maybe with `None` as its
+    # gradient?
+    named: list
+    # Which variables got a gradient in the last fed batch, if there was one:
+    # see `Collector.take`.
+    present: tuple | None = None
+    is_in_step: bool = False  # whether that was in one of a model
+    # Whether `accumulate` was traced: the update is then compiled as well.
+    is_traced: bool = False
+    # Whether micro-batches have weights, or losses that are sums.
+    has_weights: bool | None = None
+    updates: dict = dataclasses.field(default_factory=dict)  # compiled
+    numbers: typing.Any = None  # the `RandomNumbers` of its model
 
     def __getstate__(self):
         # A copy has its own variables, so none of these fit.
@@ -72,20 +93,18 @@ class Engine(tf.Module):
         strategy = replicas.current_strategy()
         self.optimizer = optimizer
         self._process_gradients, self._after_update = methods
-        self._skip_nonfinite = skip_nonfinite
-        self._jit_compile = jit
-        # Whether `accumulate` was traced: the update is then compiled as well.
-        self._is_traced = False
-        # Which variables got a gradient in the last fed batch, if there was
-        # one: see `Collector.take`.
-        self._present: tuple | None = None
-        self._is_in_step = False  # whether that was in one of a model
-        # Whether micro-batches have weights, or losses that are sums.
-        self._has_weights: bool | None = None
+        self._seen = _Seen([True] * len(variables))
         with tf.init_scope(), replicas.scope_of(strategy):
             steps = sums.make_counter("accum_steps")
             steps.assign(accum_steps)
-            self._untracked = _Untracked(strategy, variables, steps)
+            self._settings = _Settings(
+                strategy,
+                variables,
+                steps,
+                replicas.count_replicas(),
+                skip_nonfinite,
+                jit,
+            )
             self._sums = sums.make_accumulators(variables)
             # Built now: ScheduleFreeAdamW would copy no weights in a trace.
             if not optimizer.built:
@@ -103,12 +122,11 @@ class Engine(tf.Module):
             # On each replica: positive while a fed batch is added, negative
             # while an update is made, otherwise 0. All have the same sign.
             self._phase = replicas.make_sum((), tf.float64, "phase")
-            self._replicas = replicas.count_replicas()
 
     @property
     def variables(self) -> list:
         """List. The variables that it trains."""
-        return self._untracked.variables
+        return self._settings.variables
 
     # Private, of TensorFlow: what a `SavedModel` or a checkpoint holds. If it
     # is renamed, a `SavedModel` holds the sums, which nobody reads.
@@ -117,7 +135,7 @@ class Engine(tf.Module):
             return {}
         return super()._trackable_children(save_type, **kwargs)
 
-    def _end_cycle(self):
+    def _clear_cycle(self):
         self._clear(self._totals, self._count, self._counts, self._phase)
         self._given.assign(tf.zeros_like(self._given))
 
@@ -136,21 +154,21 @@ class Engine(tf.Module):
 
     def scope(self):
         """Returns the scope of the strategy under which it was made."""
-        return replicas.scope_of(self._untracked.strategy)
+        return replicas.scope_of(self._settings.strategy)
 
     def fits(self, model):
         """Whether it trains what `compile` and `trainable` of a model say."""
-        own, trained = self._untracked.variables, model.trainable_variables
+        own, trained = self._settings.variables, model.trainable_variables
         return self.optimizer is model.optimizer and (
             [*map(id, own)] == [*map(id, trained)]
         )
 
     def follow(self, accum_steps, numbers):
         """Follows the model that holds it, of which `numbers` is part."""
-        self._untracked.updates.clear()  # the optimizer may have changed
-        self._untracked.numbers = numbers
+        self._seen.updates.clear()  # the optimizer may have changed
+        self._seen.numbers = numbers
         if self._follows_model:
-            self._untracked.accum_steps.assign(accum_steps)
+            self._settings.accum_steps.assign(accum_steps)
 
     def receive(self, gradients, weight):
         """Checks a micro-batch, and adds it to the fed batch that it is of."""
@@ -159,8 +177,8 @@ class Engine(tf.Module):
         # In a custom loop, each micro-batch is a fed batch.
         collector = step.collector if in_fit else Collector(is_split=False)
         if not (in_fit and self is step.plan.model._gradient_accumulator):
-            collector.check(self)
-        gradients = self._check(step, gradients, weight)
+            collector.require_place(self)
+        gradients = self._accept(step, gradients, weight)
         if in_fit:  # which ends the fed batch, and knows of errors
             collector.take(self, gradients, weight)
             return
@@ -169,13 +187,13 @@ class Engine(tf.Module):
             collector.take(self, gradients, weight)
             collector.end([self])
 
-    def _check(self, step, gradients, weight):
+    def _accept(self, step, gradients, weight):
         """Refuses wrong arguments of a call; returns its gradients in order."""
-        variables, has_weight = self._untracked.variables, weight is not None
-        gradients, named = checks.check_gradients(gradients, variables)
-        checks.check_weight(weight, "`weight`")
+        variables, has_weight = self._settings.variables, weight is not None
+        gradients, named = checks.require_gradients(gradients, variables)
+        checks.require_weight(weight, "`weight`")
         # What was traced does not look at it again, so it stays the same.
-        if self._has_weights not in (None, has_weight):
+        if self._seen.has_weights not in (None, has_weight):
             raise ValueError(
                 "`weight` must be a number for all micro-batches, or `None` "
                 "for all: sums cannot be averaged with means. Give each a "
@@ -183,7 +201,7 @@ class Engine(tf.Module):
                 f"{'a number' if has_weight else 'weight=None'} after "
                 f"{'weight=None' if has_weight else 'numbers'}"
             )
-        self._has_weights = has_weight
+        self._seen.has_weights = has_weight
         # The branches of a condition are graphs, and only one of them runs.
         call = (self, current_graph())
         calls = set() if step is None else step.calls
@@ -195,7 +213,7 @@ class Engine(tf.Module):
                 f"Received: a second call for {len(named)} variables"
             )
         calls.add(call)
-        self._untracked.named = named
+        self._seen.named = named
         return gradients
 
     @contextlib.contextmanager
@@ -216,10 +234,10 @@ class Engine(tf.Module):
     def reset(self) -> None:
         """Forgets the pending cycle."""
         with self.scope():
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.forget_cycle()
-                self._untracked.numbers.accumulation.states.forget()
-            self._end_cycle()
+            if self._seen.numbers is not None:
+                self._seen.numbers.forget_cycle()
+                self._seen.numbers.accumulation.training.states.forget()
+            self._clear_cycle()
             self._clear(*self._sums)
 
     def _forget_if_broken(self):
@@ -228,24 +246,24 @@ class Engine(tf.Module):
 
     # -- on each replica: a micro-batch, and the end of a fed batch ------------
 
-    def add(self, gradients, weight, is_split, is_last):
+    def add_micro_batch(self, gradients, weight, is_split, is_last):
         """Adds a micro-batch to this replica's sums.
 
         Its gradient may come in several parts, of which the last one adds the
         weight to the total, and counts. If fed batches are split, replicas may
         have unequal numbers of micro-batches.
         """
-        self._is_traced |= not tf.executing_eagerly()
+        self._seen.is_traced |= not tf.executing_eagerly()
         divides = weight is not None
         with tf.control_dependencies(self._waits(gradients, weight)):
             weight = tf.identity(weight if divides else 1.0)
         weight = tf.cast(weight, tf.float64)
         # Keras divides the loss of each replica by their number, unless it is
         # a sum. The sums are those of one device.
-        scale = weight * (self._replicas if divides else 1)
+        scale = weight * (self._settings.replicas if divides else 1)
         new = [weight, tf.abs(weight)] if divides and is_last else [0.0, 0.0]
         counted: typing.Any = 1.0
-        if self._skip_nonfinite:
+        if self._settings.skip_nonfinite:
             accepted = self._accepts(gradients, weight, is_split)
             scale = tf.where(accepted, scale, 0.0)
             new = tf.where(accepted, new, 0.0)
@@ -260,7 +278,7 @@ class Engine(tf.Module):
         if is_last:
             with recorded(), tf.control_dependencies([phase]):
                 # What all replicas accept adds 1 / replicas on each of them.
-                size = 1 / (1 if is_split else self._replicas)
+                size = 1 / (1 if is_split else self._settings.replicas)
                 self._counts.assign_add([counted * size, (1 - counted) * size])
 
     def _accepts(self, gradients, weight, is_split):
@@ -279,14 +297,14 @@ class Engine(tf.Module):
         # Zero times what is not a number is not 0. With a constant condition,
         # TensorFlow logs that it cannot optimize it.
         is_used = tf.not_equal(scale, 0) & (begun > 0)
-        step, variables = current_step(), self._untracked.variables
+        step, variables = current_step(), self._settings.variables
         in_fit = step is not None and step.collector is not None
 
-        def add():
+        def add_to_sums():
             with recorded():
                 # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
-                sums.add(self._sums, gradients, scale, variables)
+                sums.add_scaled(self._sums, gradients, scale, variables)
 
         if step is not None and step.is_compiled:
             # An XLA cluster would carry all sums through a condition. What is
@@ -294,19 +312,19 @@ class Engine(tf.Module):
             for total in self._sums:
                 total.read_value()
             gradients = sums.zero_unless(is_used, gradients)
-            add()
+            add_to_sums()
         elif in_fit and not step.is_conditional():
-            run_if(is_used, add)
+            run_if(is_used, add_to_sums)
         else:
-            call_if(is_used, add)
+            call_if(is_used, add_to_sums)
 
-    def end(self, present, is_conditional, is_cycle):
+    def end_batch(self, present, is_conditional, is_cycle):
         """Ends a fed batch of which all micro-batches were added.
 
         `present` says which variables got a gradient. If it is a cycle, it is
         known that none was pending, and it makes an update.
         """
-        may_be_nothing = self._skip_nonfinite or is_conditional
+        may_be_nothing = self._settings.skip_nonfinite or is_conditional
         counts = tf.identity(self._counts)
         if may_be_nothing:
             (counts,) = replicas.sum_over_replicas([counts])
@@ -358,15 +376,15 @@ class Engine(tf.Module):
                 self.optimizer,
             )
 
-        def apply():
-            named = self._untracked.named
+        def update_weights():
+            named = self._seen.named
             triples = zip(gradients, self.variables, named, strict=True)
             # Keras warns of those without a gradient.
             self.optimizer.apply_gradients(
                 (g, v) for g, v, n in triples if n or g is not None
             )
 
-        call_if(keep, apply)
+        call_if(keep, update_weights)
         # What reads a variable waits for what assigns to it.
         reads = [
             # Of an operation; `read_value` makes another one.
@@ -384,12 +402,12 @@ class Engine(tf.Module):
         waits = replicas.local_results(counts)
         taken, skipped = tf.unstack(waits[0])
         if not is_cycle:
-            waits = [*waits, *self._check_set(present)]
+            waits = [*waits, *self._require_same_set(present)]
 
-        def count():
+        def count_batch():
             self._given.assign(present)
             self._count.assign_add(1)
-            is_full = is_cycle or self._count >= self._untracked.accum_steps
+            is_full = is_cycle or self._count >= self._settings.accum_steps
             self._update_if(is_full, present)
 
         with tf.control_dependencies(waits):
@@ -397,11 +415,11 @@ class Engine(tf.Module):
             is_added = taken > 0 if may_be_nothing else True
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
-            if may_be_nothing and self._untracked.numbers is not None:
-                self._untracked.numbers.leave_out(is_added)
-            call_if(is_added, count)
+            if may_be_nothing and self._seen.numbers is not None:
+                self._seen.numbers.leave_out(is_added)
+            call_if(is_added, count_batch)
 
-    def _check_set(self, present):
+    def _require_same_set(self, present):
         """Returns checks that the cycle so far trains these variables."""
         is_same = tf.reduce_all(tf.equal(self._given, present))
         text = (
@@ -415,35 +433,36 @@ class Engine(tf.Module):
 
     def _update_if(self, condition, present):
         """Makes an update if a scalar, `True` or a tensor, is true."""
-        untracked, is_eager = self._untracked, tf.executing_eagerly()
+        seen, settings = self._seen, self._settings
+        is_eager = tf.executing_eagerly()
         update = functools.partial(self._update, present)
         # A function inside of the step cannot reach the other replicas.
-        is_inline = condition is True or untracked.strategy is not None
+        is_inline = condition is True or settings.strategy is not None
         if is_eager:
-            is_inline = not (self._is_traced or self._jit_compile)
+            is_inline = not (seen.is_traced or settings.jit_compile)
         if is_inline:
             call_if(condition, update)
         elif not is_eager or condition:
-            switches = self._is_in_step and not self._jit_compile
-            decide = run_if if switches and not untracked.strategy else call_if
-            numbers = untracked.numbers
-            states = numbers and numbers.accumulation.states.count
+            is_other = settings.jit_compile or settings.strategy is not None
+            decide = run_if if seen.is_in_step and not is_other else call_if
+            numbers = seen.numbers
+            states = numbers and numbers.accumulation.training.states.count
             key = present, decide, states  # which an update assigns
-            if key not in untracked.updates:
-                untracked.updates[key] = tf.function(
+            if key not in seen.updates:
+                seen.updates[key] = tf.function(
                     functools.partial(decide, function=update), autograph=False
                 )
-            untracked.updates[key](tf.convert_to_tensor(condition))
+            seen.updates[key](tf.convert_to_tensor(condition))
 
     def _update(self, present):
         """Updates the variables that got a gradient in this cycle."""
         self._phase.assign(-1.0, read_value=False)
         update = functools.partial(self._reduce_and_apply, present)
-        is_compiled = self._jit_compile and not self._untracked.strategy
+        is_compiled = self._settings.jit_compile and not self._settings.strategy
         if is_compiled and not tf.executing_eagerly():
             update = tf.function(update, jit_compile=True, autograph=False)
-        if self._untracked.numbers is not None:
-            self._untracked.numbers.accumulation.states.end_cycle()
+        if self._seen.numbers is not None:
+            self._seen.numbers.accumulation.training.states.assign_new()
         phases = replicas.local_results(self._phase)
         with tf.control_dependencies([phase.read_value() for phase in phases]):
             update()
@@ -462,9 +481,9 @@ class Engine(tf.Module):
                 # Which `process_gradients` may have left out.
                 is_update = self._process_gradients is None or updates[0]
                 call_if(is_update, self._after_update)
-            self._end_cycle()
-            if self._untracked.numbers is not None:
-                self._untracked.numbers.end_cycle(updates)
+            self._clear_cycle()
+            if self._seen.numbers is not None:
+                self._seen.numbers.begin_next_cycle(updates)
 
 
 @contextlib.contextmanager
@@ -478,12 +497,12 @@ def _without_own_reduction(optimizers):
         return
     is_called = False
 
-    def take(original, pairs):
+    def keep_pairs(original, pairs):
         nonlocal is_called
         is_called = True
         return pairs
 
-    with hooks.reductions_of(optimizers, take):
+    with hooks.reductions_of(optimizers, keep_pairs):
         yield
     if not is_called:
         raise RuntimeError(
@@ -496,13 +515,13 @@ def _without_own_reduction(optimizers):
 def call_if(condition, function):
     """Calls a function if a scalar, `True` or a tensor, is true."""
 
-    def call():
+    def branch():
         function()  # what it returns may differ from nothing
 
     if condition is True:
-        call()
+        branch()
     else:
-        tf.cond(condition, call, lambda: None)
+        tf.cond(condition, branch, lambda: None)
 
 
 def run_if(condition, function):
@@ -575,19 +594,19 @@ class Collector:
         # condition may have left it out.
         self._entries: dict = {}
 
-    def check(self, accumulator):
+    def require_place(self, accumulator):
         """Raises unless this is a step of its model and of its strategy."""
         step, holder = current_step(), fitted.get()
         if step is not None:  # replicas are threads, which `fitted` is not of
             holder = step.plan.accumulation.accumulators
         if holder is not None:
-            holder.check_holds(accumulator, step is not None)
+            holder.require_held(accumulator, step is not None)
         strategy = (
             tf.distribute.get_strategy()
             if tf.distribute.has_strategy()
             else None
         )
-        own = accumulator._untracked.strategy
+        own = accumulator._settings.strategy
         if strategy is not own or not tf.distribute.get_replica_context():
             raise ValueError(
                 "Make a `GradientAccumulator`, its optimizer and its variables "
@@ -596,7 +615,7 @@ class Collector:
                 f"{own}, called under {strategy}"
             )
 
-    def around(self, data):
+    def around_step(self, data):
         """Returns the scope of the step of a micro-batch."""
         if self.observer is None:
             return contextlib.nullcontext()
@@ -615,7 +634,7 @@ class Collector:
 
     def add(self, accumulator, gradients, weight, is_last):
         """Adds a micro-batch, or a part of its gradient, to an accumulator."""
-        accumulator.add(gradients, weight, self._is_split, is_last)
+        accumulator.add_micro_batch(gradients, weight, self._is_split, is_last)
         present = tuple(gradient is not None for gradient in gradients)
         before, was_conditional = self._entries.get(
             accumulator, (present, False)
@@ -624,8 +643,9 @@ class Collector:
         is_conditional = step is not None and step.is_conditional()
         present = tuple(map(operator.or_, present, before))
         self._entries[accumulator] = present, was_conditional or is_conditional
-        accumulator._present = present
-        accumulator._is_in_step = step is not None and step.collector is self
+        seen = accumulator._seen
+        seen.present = present
+        seen.is_in_step = step is not None and step.collector is self
 
     def end(self, accumulators, own=None):
         """Ends the fed batch in its accumulators; returns if it has any.
@@ -635,8 +655,8 @@ class Collector:
         # A `tf.function` in a custom step may be traced already: then it adds,
         # but registers nothing, so the accumulators themselves know.
         for each in accumulators:
-            if each not in self._entries and each._is_in_step:
-                self._entries[each] = (each._present, True)
+            if each not in self._entries and each._seen.is_in_step:
+                self._entries[each] = (each._seen.present, True)
         for accumulator, entry in self._entries.items():
-            accumulator.end(*entry, is_cycle=accumulator is own)
+            accumulator.end_batch(*entry, is_cycle=accumulator is own)
         return bool(self._entries)

@@ -41,7 +41,7 @@ def overwrites(variable):
     return getattr(variable, "overwrite_with_gradient", False)
 
 
-def add(totals, gradients, scale, variables):
+def add_scaled(totals, gradients, scale, variables):
     """Adds gradients, times a scale, each as soon as it is made."""
     dtypes = {each.dtype for each in totals}
     minus = {dtype: tf.cast(-scale, dtype) for dtype in dtypes}
@@ -127,7 +127,7 @@ def process(function, gradients, variables, optimizer):
             f"for each of the {len(variables)} trainable variables, or a tuple "
             f"of such a list and a bool. Received: {returned}"
         )
-    checks.check_shapes(
+    checks.require_shapes(
         processed, variables, "`process_gradients` must return gradients of"
     )
     if keep is not True and tf.distribute.has_strategy():

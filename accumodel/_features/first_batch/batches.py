@@ -506,7 +506,8 @@ def _common(spec, other):
 
 def _is_even(accumulation, arguments):
     """Whether all micro-batches of a `fit` are known to be of one size."""
-    batch, size = accumulation.batch_size, accumulation.model.micro_batch_size
+    batch = accumulation.training.batch_size
+    size = accumulation.model.micro_batch_size
     is_free = isinstance(size, str) or arguments.get("validation_split")
     if batch is None or is_free:
         return False

@@ -235,7 +235,7 @@ class Comparison:
 
     def _is_average(self, variable):
         """Whether each micro-batch moves a state towards the weights."""
-        is_kept = self.plan.accumulation.states.holds(variable)
+        is_kept = self.plan.accumulation.training.states.holds(variable)
         is_one = is_average(self.runner.function.graph, variable)
         return is_one and not (is_kept or self._is_told(variable))
 

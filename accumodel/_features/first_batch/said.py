@@ -23,7 +23,8 @@ class Said:
     @property
     def verdict(self):
         """What is said of the training."""
-        verdict, warned = self._verdict, self._accumulation.loss_weights.warned
+        verdict = self._verdict
+        warned = self._accumulation.training.loss_weights.warned
         known = [*filter(None, [self._norms]), *warned]
         if verdict is None or not known:
             return verdict
@@ -39,7 +40,7 @@ class Said:
             self._held = messages.not_made(text)
         # What was warned of before the comparison differs, too.
         if what.startswith("differs") and not (
-            self._accumulation.loss_weights.warned
+            self._accumulation.training.loss_weights.warned
         ):
             self._warn("verdict", text)
         _logger.info("The check on the first batch: %s", self.verdict)

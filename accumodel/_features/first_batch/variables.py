@@ -59,7 +59,7 @@ def unscaled(optimizer):
 
 def switches(function, plan):
     """Returns untrained numbers that a step reads, by which terms may begin."""
-    model, kept = plan.model, plan.accumulation.states
+    model, kept = plan.model, plan.accumulation.training.states
     known = [*watching(model), *_scales(model.optimizer)]
     return [
         variable

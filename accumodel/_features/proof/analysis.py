@@ -40,7 +40,7 @@ from accumodel._fit.rehearsal import MOMENTS
 from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.graphs import CONDITIONS, OF_ALL, upstream
 from accumodel._keras_and_tf.hooks import RIGHT
-from accumodel._micro_batch.random_numbers import rows_axis
+from accumodel._micro_batch.rows import rows_axis
 from accumodel._micro_batch.weights import NONZERO
 
 _DRAWS = {  # where a draw of rows ends, and which input is its shape

@@ -21,6 +21,7 @@ the gradient computes again what it needs of its stage.
 """
 
 import contextlib
+import functools
 import typing
 
 import tensorflow as tf
@@ -32,27 +33,38 @@ from accumodel._micro_batch import assignments, weights
 from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
 
-class ModelGraph:
-    """The forward pass for a micro-batch of inputs `x`, and its gradient."""
+class Tensors(typing.NamedTuple):
+    """What a forward pass takes and makes, in its graph."""
+
+    inputs: list
+    outputs: typing.Any
+    # What Keras's losses look at besides the flat outputs, or `None`.
+    masks: list
+    logits: list
+    # What `add_loss` was given: tensors of shape `(samples, ...)`, or scalars,
+    # which count as means over samples. And the layers that these belong to.
+    losses: list
+    owners: list
+    new: dict  # what variables of normalizations become, by their ids
+    context: typing.Any  # see `control_flow_context`
+
+    @property
+    def ends(self):
+        """The flat tensors that a loss of the whole batch may depend on."""
+        return tf.nest.flatten([self.outputs, self.logits, self.losses])
+
+
+class TracedModel:
+    """The forward pass for a micro-batch of inputs `x`, as a graph."""
 
     def __init__(self, plan, x, is_training):
         self.model = plan.model
-        self._plan, self._is_training = plan, is_training
         # The variables that it assigns, by their ids.
         self.assigned = plan.assigned["model"]
-        # By the names of operations: the place of its piece in the order of all
-        # pieces. In the forward pass it is its stage.
-        self.positions: dict = {}
-        # Those that depend on the samples of a micro-batch.
-        self._of_samples: set = set()
-        # Those that are computed again where they are used, instead of taken:
-        # casts of half types, and what the gradient adds to the forward pass,
-        # such as the shape of a tensor.
-        self._again: set = set()
-        # Those that have an effect, in a list for each stage.
-        self._effects: dict = {}
         function = tf.function(
-            self._trace, jit_compile=plan.is_compiled, autograph=False
+            functools.partial(self._call_model, plan, is_training),
+            jit_compile=plan.is_compiled,
+            autograph=False,
         ).get_concrete_function(x)
         self.graph, pairs = function.graph, function.graph.captures
         # What it takes from outside, by the names of its placeholders.
@@ -65,65 +77,86 @@ class ModelGraph:
                 "accumodel", function
             )
 
-    def _trace(self, x):
+    def _call_model(self, plan, is_training, x):
         # Here, since they note which graph is traced.
-        splits = self._plan.options.sync_batch_norm
-        self._norms = Norms(
+        splits = plan.options.sync_batch_norm
+        self.norms = Norms(
             optimizers.trained_norms(self.model) if splits else []
         )
-        self.norms, self.averages = self._norms.calls, self._norms.variables
-        self._context: typing.Any = private_names.control_flow_context()
-        self.inputs = tensors_in(x)
-        with self._norms.noted(), _Scope(self) as scope:
-            self.outputs = private_names.call_model(
-                self.model, x, self._is_training
-            )
+        context = private_names.control_flow_context()
+        with self.norms.noted(), _Scope(self) as scope:
+            outputs = private_names.call_model(self.model, x, is_training)
             losses = weights.added_losses(self.model)
-            # The layers that these belong to.
-            self.owners = _owners(self.model, losses)
-        # What Keras's losses look at besides the flat outputs, or `None`.
-        outputs = tf.nest.flatten(self.outputs)
-        self.masks = [*map(private_names.mask_of, outputs)]
-        self.logits = [*map(private_names.logits_of, outputs)]
-        # What `add_loss` was given: tensors of shape `(samples, ...)`, or
-        # scalars, which count as means over samples.
-        self.losses = [
-            tf.reshape(loss, ()) if weights.is_single(loss, None) else loss
-            for loss in map(tf.convert_to_tensor, losses)
-        ]
-        self._norms.are_known = True
-        # What variables of normalizations become, by their ids.
-        self.new = scope.state_mapping
+            owners = _owners(self.model, losses)
+        flat = tf.nest.flatten(outputs)
+        self.tensors = Tensors(
+            inputs=tensors_in(x),
+            outputs=outputs,
+            masks=[*map(private_names.mask_of, flat)],
+            logits=[*map(private_names.logits_of, flat)],
+            losses=[
+                tf.reshape(loss, ()) if weights.is_single(loss, None) else loss
+                for loss in map(tf.convert_to_tensor, losses)
+            ],
+            owners=owners,
+            new=scope.state_mapping,
+            context=context,
+        )
+        self.norms.are_known = True
 
-    def uses(self, variable):
-        """Returns the operations that take a variable, by their names."""
-        handle = self._handle(variable)
-        operations = [] if handle is None else handle.consumers()
-        return {op.name: op for op in operations}
-
-    def _handle(self, variable):
+    def handle(self, variable):
         """Returns the placeholder of a variable, or `None`."""
         return self._handles.get(id(optimizers.tf_variable(variable).handle))
 
-    # -- the forward pass ------------------------------------------------------
+    def uses(self, variable):
+        """Returns the operations that take a variable, by their names."""
+        handle = self.handle(variable)
+        operations = [] if handle is None else handle.consumers()
+        return {op.name: op for op in operations}
 
-    def cut(self):
-        """Finds the pieces of the forward pass, one for each stage."""
+    def reads_of(self, variable):
+        """Returns the tensors that are a variable, each time it is read."""
+        uses = self.uses(variable).values()
+        reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
+        others = len(reads) < len(uses)
+        return [*reads, self.handle(variable)] if others else reads
+
+
+class ModelGraph:
+    """The forward pass of a traced model and its gradient, in pieces."""
+
+    def __init__(self, traced):
+        self.traced = traced
+        self.definition = traced.definition  # with the gradient later
+        # By the names of operations: the place of its piece in the order of all
+        # pieces. In the forward pass it is its stage.
+        self.positions: dict = {}
+        # Those that depend on the samples of a micro-batch.
+        self._of_samples: set = set()
+        # Those that are computed again where they are used, instead of taken:
+        # casts of half types, and what the gradient adds to the forward pass,
+        # such as the shape of a tensor.
+        self._again: set = set()
+        # Those that have an effect, in a list for each stage.
+        self._effects: dict = {}
         self._find_stages(self._find_stages({}))
-        self._norms.check(self, self._is_training)
-        self.ends = tf.nest.flatten([self.outputs, self.logits, self.losses])
         # The last stage, after which the gradient begins.
         self._last = max([0, *self.positions.values()])
+        self.forward = self._make_pieces(
+            range(self._last + 1), self._ends_and_moments
+        )
+        self.moves = Piece(self, self._last, traced.tensors.new)
 
-        def make(stage):
-            ends = self.outputs, self.masks, self.logits, self.losses
-            return {
-                "ends": ends if stage == self._last else (),
-                "moments": [norm.moments for norm in self.norms_of(stage)],
-            }
+    # -- the forward pass ------------------------------------------------------
 
-        self.forward = self._make_pieces(range(self._last + 1), make)
-        self.moves = Piece(self, self._last, self.new)
+    def _ends_and_moments(self, stage):
+        """Returns what a stage makes, besides what later ones take."""
+        tensors = self.traced.tensors
+        ends = tensors.outputs, tensors.masks, tensors.logits, tensors.losses
+        return {
+            "ends": ends if stage == self._last else (),
+            "moments": [norm.moments for norm in self.norms_of(stage)],
+        }
 
     def _find_stages(self, stages):
         """Finds the stage of each operation, and which depend on samples.
@@ -133,14 +166,17 @@ class ModelGraph:
         """
         self._effects.clear()
         found: dict = {}
-        inputs = {each.op.name for each in self.inputs}
-        noted = {each.statistics.op.name: each.moments for each in self.norms}
+        traced = self.traced
+        inputs = {each.op.name for each in traced.tensors.inputs}
+        noted = {
+            each.statistics.op.name: each.moments for each in traced.norms.calls
+        }
         of_assigned = {
             name
-            for variable in self.assigned.values()
-            for name in self.uses(variable)
+            for variable in traced.assigned.values()
+            for name in traced.uses(variable)
         }
-        for op in self.graph.get_operations():
+        for op in traced.graph.get_operations():
             before = [each.op.name for each in op.inputs]
             before += [each.name for each in op.control_inputs]
             stage = max((self.positions[each] for each in before), default=0)
@@ -164,13 +200,13 @@ class ModelGraph:
                 self._of_samples.add(op.name)
         return found
 
-    def _make_pieces(self, positions, make):
-        """Returns pieces that make what `make` says and later ones take."""
+    def _make_pieces(self, positions, made_at):
+        """Returns pieces, which make what later ones take, and `made_at`."""
         pieces: list = []
         takes: dict = {}
         for position in reversed(positions):
             kept = [e for e in takes.values() if self._made_at(e) == position]
-            makes = {**make(position), "keeps": kept}
+            makes = {**made_at(position), "keeps": kept}
             effects = self._effects.get(self.stage_at(position), [])
             pieces.insert(0, Piece(self, position, makes, effects))
             takes |= pieces[0].takes
@@ -178,7 +214,8 @@ class ModelGraph:
 
     def norms_of(self, stage):
         """Returns the normalizations whose moments a stage makes."""
-        return [e for e in self.norms if self._made_at(e.moments) == stage]
+        calls = self.traced.norms.calls
+        return [e for e in calls if self._made_at(e.moments) == stage]
 
     def _made_at(self, tensor):
         """Returns the position of the piece that makes a tensor."""
@@ -203,35 +240,35 @@ class ModelGraph:
 
     # -- its gradient ----------------------------------------------------------
 
-    def differentiate(self, ends):
+    def split_gradient(self, ends):
         """Returns placeholders of gradients by `ends`, and pieces to run."""
-        variables = [*map(self._reads, self.model.trainable_variables)]
+        traced, norms = self.traced, self.traced.norms.calls
+        variables = [*map(traced.reads_of, traced.model.trainable_variables)]
         reads = [each for of_one in variables for each in of_one]
-        noted, as_before = self._norms.noted(), _entered(self._context)
-        with self.graph.as_default(), noted, as_before:
+        as_before = _entered(traced.tensors.context)
+        with traced.graph.as_default(), traced.norms.noted(), as_before:
             by_ends = [tf.compat.v1.placeholder(e.dtype, e.shape) for e in ends]
             gradients = tf.gradients(
-                [*ends, *(norm.moments for norm in self.norms)],
-                [*reads, *(norm.statistics for norm in self.norms)],
-                [*by_ends, *(norm.given for norm in self.norms)],
+                [*ends, *(norm.moments for norm in norms)],
+                [*reads, *(norm.statistics for norm in norms)],
+                [*by_ends, *(norm.given for norm in norms)],
                 # Else all gradients of a variable would be added up here, and
                 # kept from one part to another.
                 stop_gradients=[x for x in reads if x.dtype != tf.resource],
             )
-        self.definition = self.graph.as_graph_def()
+        self.definition = traced.graph.as_graph_def()
         self._find_positions(by_ends)
         positions = [self._ready_at(tensors_in(each)) for each in gradients]
-        of_norms = positions[len(reads) :]
-        for norm, position in zip(self.norms, of_norms, strict=True):
+        for norm, position in zip(norms, positions[len(reads) :], strict=True):
             if position >= self._made_at(norm.given):
                 _give_up(norm.layer)
 
-        names = [norm.statistics.name for norm in self.norms]
+        names = [norm.statistics.name for norm in norms]
 
-        def make(position):
+        def gradients_at(position):
             made = iter(
-                each if made_at == position else None
-                for each, made_at in zip(gradients, positions, strict=True)
+                each if ready_at == position else None
+                for each, ready_at in zip(gradients, positions, strict=True)
             )
             return {
                 "own": [[next(made) for _ in of_one] for of_one in variables],
@@ -239,25 +276,18 @@ class ModelGraph:
             }
 
         after = range(self._last + 1, 2 * self._last + 2)
-        return by_ends, self._make_pieces(after, make)
-
-    def _reads(self, variable):
-        """Returns the tensors that are a variable, each time it is read."""
-        uses = self.uses(variable).values()
-        reads = [op.outputs[0] for op in uses if op.type == "ReadVariableOp"]
-        others = len(reads) < len(uses)
-        return [*reads, self._handle(variable)] if others else reads
+        return by_ends, self._make_pieces(after, gradients_at)
 
     def _find_positions(self, by_ends):
         """Finds the piece in which each operation of the gradient runs."""
         for placeholder in by_ends:
             self._of_samples.add(placeholder.op.name)
             self.positions[placeholder.op.name] = self._last + 1
-        for norm in self.norms:
+        for norm in self.traced.norms.calls:
             self.positions[norm.given.op.name] = (
                 2 * self._last + 1 - self._made_at(norm.moments)
             )
-        for op in self.graph.get_operations():
+        for op in self.traced.graph.get_operations():
             if op.name not in self.positions:
                 self._find_position(op)
 
@@ -301,15 +331,16 @@ class Piece:
     def __init__(self, graph, position, makes, effects=()):
         self._graph, self.makes = graph, makes
         self._flat = tensors_in(makes)
-        self._operations, taken = self._find(position, effects)
+        self._operations, taken = self._find_operations(position, effects)
         # What earlier pieces make, by names.
         self.takes = {n: e for n, e in taken.items() if not is_placeholder(e)}
         # What it is called with: the inputs of the model, if it takes one, what
         # it takes, and other placeholders.
-        inputs = {each.name for each in graph.inputs}
-        self.takes_inputs = not inputs.isdisjoint(taken)
-        known = inputs | graph.captured.keys()
-        self.feeds = graph.inputs * self.takes_inputs + [
+        traced, inputs = graph.traced, graph.traced.tensors.inputs
+        names = {each.name for each in inputs}
+        self.takes_inputs = not names.isdisjoint(taken)
+        known = names | traced.captured.keys()
+        self.feeds = inputs * self.takes_inputs + [
             each for name, each in taken.items() if name not in known
         ]
         # The normalizations whose moments its stage makes.
@@ -318,16 +349,11 @@ class Piece:
         written = {op.name for op in effects}
         self.assigned = {
             key: variable
-            for key, variable in graph.assigned.items()
-            if written & graph.uses(variable).keys()
+            for key, variable in traced.assigned.items()
+            if written & traced.uses(variable).keys()
         }
-        used = {e.name for op in self._operations.values() for e in op.inputs}
-        self._fed = taken.keys() & used
-        self._as_function = tf.function(
-            self.run, autograph=False, reduce_retracing=True
-        )
 
-    def _find(self, position, effects):
+    def _find_operations(self, position, effects):
         """Returns its operations, and what they take, each by its name."""
         graph = self._graph
         stage = graph.stage_at(position)
@@ -335,19 +361,19 @@ class Piece:
         taken: dict = {}
         pending = [*effects]
 
-        def add(tensors):
+        def walk(tensors):
             for tensor in tensors:
                 if is_placeholder(tensor) or graph.is_taken(tensor, position):
                     taken[tensor.name] = tensor
                 else:
                     pending.append(tensor.op)
 
-        add(self._flat)
+        walk(self._flat)
         while pending:
             op = pending.pop()
             if op.name not in operations:
                 operations[op.name] = op
-                add(op.inputs)
+                walk(op.inputs)
                 pending += [
                     each
                     for each in op.control_inputs
@@ -358,28 +384,34 @@ class Piece:
 
     def reads(self, variable):
         """Whether it reads a variable."""
-        return bool(self._graph.uses(variable).keys() & self._operations.keys())
+        uses = self._graph.traced.uses(variable)
+        return bool(uses.keys() & self._operations.keys())
 
     def __call__(self, values):
         """Runs it with the values of the `feeds`, and returns what it makes."""
-        run = self.run
+        flat = self._import
         if tf.executing_eagerly():
             # A graph, also under `tf.config.run_functions_eagerly(True)`.
-            run = self._as_function.get_concrete_function(values)
-        made = iter(run(values))
+            flat = self._function.get_concrete_function(values)
+        made = iter(flat(values))
         return map_present(lambda _: next(made), self.makes)
 
-    def run(self, values):
+    @functools.cached_property
+    def _function(self):
+        return tf.function(self._import, autograph=False, reduce_retracing=True)
+
+    def _import(self, values):
         """Returns the flat tensors that it makes, in what is traced now."""
-        values = self._graph.captured | {
+        values = self._graph.traced.captured | {
             each.name: value
             for each, value in zip(self.feeds, values, strict=True)
         }
         made = [each.name for each in self._flat if each.name not in values]
+        used = {e.name for op in self._operations.values() for e in op.inputs}
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
             definition_of(self._operations.values(), self._graph.definition),
-            {name: capture(values[name]) for name in self._fed},
+            {name: capture(values[name]) for name in used & values.keys()},
             made,
             name="part",
         )
@@ -393,9 +425,9 @@ class Piece:
 class _Scope(assignments.Recorder):
     """Also keeps what normalizations assign, for it is known only once."""
 
-    def __init__(self, graph):
-        super().__init__(lambda each: graph.assigned.update({id(each): each}))
-        self._norms = graph._norms
+    def __init__(self, traced):
+        super().__init__(lambda each: traced.assigned.update({id(each): each}))
+        self._norms = traced.norms
 
     def add_update(self, update):
         variable, value = update

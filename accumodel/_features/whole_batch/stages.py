@@ -28,7 +28,7 @@ import keras
 import tensorflow as tf
 
 from accumodel._features.whole_batch import sync_batch_norm
-from accumodel._features.whole_batch.graph import ModelGraph
+from accumodel._features.whole_batch.graph import ModelGraph, TracedModel
 from accumodel._fit.rehearsal import output_shapes
 from accumodel._keras_and_tf import private_names, replicas
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -81,11 +81,11 @@ class WholeBatch(Feature):
         """Trains on one fed batch, which the caller ends. Returns the logs."""
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=True)
-        ends = passes.forward()
+        ends = passes.run_forward()
         losses = logs.LossLogs(plan, data, plan.accumulation.spans_batches)
         step = functools.partial(one_step, plan, data, collector, losses)
         with step():
-            own, cache, weight, log = passes.differentiate(*ends)
+            own, cache, weight, log = passes.gradients_of_loss(*ends)
             add: typing.Any = plan.model.accumulate_gradients
             if own and (cache or tensors_in(own)):  # else that says what lacks
                 add = functools.partial(
@@ -94,7 +94,7 @@ class WholeBatch(Feature):
                     weight=weight,
                 )
         if cache:
-            passes.backward(cache, collector, add)
+            passes.run_backward(cache, collector, add)
         with step():
             add(own)
             return log()
@@ -103,10 +103,10 @@ class WholeBatch(Feature):
         """Evaluates one fed batch, see `train`."""
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=False)
-        outputs, layer_losses = passes.forward()
+        outputs, layer_losses = passes.run_forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            _, loss = passes.compute_loss(
+            _, loss = passes.loss_of_batch(
                 outputs, layer_losses, x, y, sample_weight
             )
         step = plan, x, y, outputs, sample_weight, loss
@@ -133,12 +133,12 @@ class _Passes:
         """Returns the `ModelGraph` of a micro-batch."""
         plan, is_training, x = self._plan, self._is_training, None
 
-        def spec(leaf):
+        def as_spec(leaf):
             return tf.type_spec_from_value(leaf) if tf.is_tensor(leaf) else leaf
 
         def slice_one(i):
             nonlocal x
-            x = tf.nest.map_structure(spec, self._x_of(i))
+            x = tf.nest.map_structure(as_spec, self._x_of(i))
 
         # In a function, where the number of samples is not known.
         sliced = trace(slice_one, tf.TensorSpec((), tf.int64))
@@ -147,21 +147,22 @@ class _Passes:
                 f"With {_option(plan)}, `slice_data` is called twice (draw "
                 "random numbers in the model or in the data set)"
             )
-            assignments.check_repeats(sliced.graph.as_graph_def(), why)
-        draws = random_numbers.Draws(plan, is_training)
+            assignments.refuse_repeats(sliced.graph.as_graph_def(), why)
+        seeds = random_numbers.Seeds(plan)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
-            draws.replaced(),
+            seeds.of_any(),
         ):
-            graph = ModelGraph(plan, x, is_training)
-        draws.check(graph.graph)
-        random_numbers.Draws(plan, is_training).begin(self.parts)
-        _check_outputs(plan, graph)
+            traced = TracedModel(plan, x, is_training)
+        seeds.refuse_others(traced.graph)
+        random_numbers.Seeds(plan, is_training).begin_fed_batch(self.parts)
+        _require_rows(plan, traced.tensors)
         if is_training:
             why = f"With {_option(plan)}, the model is called twice"
-            assignments.check_repeats(graph.definition, why)
-        graph.cut()
-        _check_no_pairs(plan, graph, x)
+            assignments.refuse_repeats(traced.definition, why)
+        graph = ModelGraph(traced)
+        traced.norms.refuse_own_statistics(graph, is_training)
+        _refuse_pairs(plan, traced.tensors, x)
         return graph
 
     def _x_of(self, i):
@@ -177,9 +178,9 @@ class _Passes:
 
     def _collect(self, piece, step):
         """Runs a piece in a step for each micro-batch; returns arrays."""
-        draws: typing.Any = None
+        seeds: typing.Any = None
         if piece.assigned or piece.reads(self._plan.numbers.rows):
-            draws = random_numbers.Draws(
+            seeds = random_numbers.Seeds(
                 self._plan, self._is_training, piece.assigned
             )
         # Gradients of variables are in the sums already.
@@ -198,7 +199,11 @@ class _Passes:
             ]
 
         def body(i, arrays):
-            with draws.of(self.parts, i) if draws else contextlib.nullcontext():
+            with (
+                seeds.around_part(self.parts, i)
+                if seeds
+                else contextlib.nullcontext()
+            ):
                 tensors = tensors_in(step(self._values_of(piece, i)))
             with micro_batches.on_host():
                 written = [
@@ -221,14 +226,14 @@ class _Passes:
 
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
-    def forward(self):
+    def run_forward(self):
         """Returns the outputs, and pairs of a layer and an added loss."""
         graph = self._graph
         for piece in graph.forward:
             collected = self._forward_of(piece)
         averages = graph.moves(self._values_of(graph.moves, None))
         for key, value in averages.items():
-            variable = graph.averages[key]
+            variable = graph.traced.norms.variables[key]
             self._states.record(variable)  # a stage may read it again
             variable.assign(value)
         join = functools.partial(_join, self._plan, self.parts)
@@ -239,13 +244,13 @@ class _Passes:
                 private_names.set_mask(output, mask)
             if logits is not None:
                 private_names.set_logits(output, logits)
-        return outputs, [*zip(graph.owners, losses, strict=True)]
+        return outputs, [*zip(graph.traced.tensors.owners, losses, strict=True)]
 
     def _forward_of(self, piece):
         states = assignments.States(piece.assigned)
         # Nothing may change in a run without data, see `loop`.
         with tf.control_dependencies([self.parts.samples]):
-            states.save()
+            states.record_known()
         collected = self._collect(piece, loop.make_step(self._plan, piece))
         moments = [array.stack() for array in collected["moments"]]
         with tf.GradientTape() as tape:
@@ -258,7 +263,7 @@ class _Passes:
 
     # -- 2. The loss of the batch ----------------------------------------------
 
-    def differentiate(self, outputs, layer_losses):
+    def gradients_of_loss(self, outputs, layer_losses):
         """Returns gradients of the loss, its weight, and a function for logs.
 
         Gradients by the variables that the loss itself uses, in a list, and by
@@ -273,7 +278,7 @@ class _Passes:
             if each is not None
             and (each.dtype.is_floating or each.dtype.is_complex)
         }
-        compute = functools.partial(self.compute_loss, outputs, layer_losses)
+        compute = functools.partial(self.loss_of_batch, outputs, layer_losses)
         (own, by_ends), weight, log = forward_backward.differentiate(
             self._plan, self.parts.data, compute, [*watched.values()]
         )
@@ -301,9 +306,9 @@ class _Passes:
         is_right = tf.math.is_finite(gradient) | (self.parts.samples > 0)
         return tf.where(is_right, gradient, tf.zeros_like(gradient))
 
-    def compute_loss(self, outputs, layer_losses, x, y, sample_weight):
+    def loss_of_batch(self, outputs, layer_losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
-        self._states.save()
+        self._states.record_known()
         # Keras knows losses by their ids, and keeps them in a scope.
         with assignments.Recorder(self._states.record):
             for layer, loss in layer_losses:
@@ -329,10 +334,11 @@ class _Passes:
 
     # -- 3. Forward again, and backward ----------------------------------------
 
-    def backward(self, cache, collector, add):
+    def run_backward(self, cache, collector, add):
         """Runs all stages backward, and adds the gradients of the variables."""
         graph = self._graph
-        given, pieces = graph.differentiate([graph.ends[i] for i in cache])
+        ends = graph.traced.tensors.ends
+        given, pieces = graph.split_gradient([ends[i] for i in cache])
         for each, gradient in zip(given, cache.values(), strict=True):
             self._values[each.name] = functools.partial(self._cut, gradient)
         by_statistics: dict = {}
@@ -425,14 +431,14 @@ def _join(plan, parts, array):
 # -- what cannot be computed from the whole batch ------------------------------
 
 
-def _check_outputs(plan, graph):
+def _require_rows(plan, tensors):
     """Raises unless the outputs and added losses can be joined and cut."""
     named = [
         ("output" + "".join(f"[{key!r}]" for key in path), output)
-        for path, output in keras.tree.flatten_with_path(graph.outputs)
+        for path, output in keras.tree.flatten_with_path(tensors.outputs)
         if output is not None
     ]
-    vectors = [loss for loss in graph.losses if loss.shape.rank]
+    vectors = [loss for loss in tensors.losses if loss.shape.rank]
     named += [("a loss of `add_loss`", each) for each in vectors]
     for name, output in named:
         # The number of samples in a part is not known.
@@ -459,9 +465,9 @@ def _option(plan):
     )
 
 
-def _check_no_pairs(plan, graph, x):
+def _refuse_pairs(plan, tensors, x):
     """Raises if another axis of an output grows with the samples: for pairs."""
-    leaves, outputs = tf.nest.flatten(x), tensors_in(graph.outputs)
+    leaves, outputs = tf.nest.flatten(x), tensors_in(tensors.outputs)
     if (
         all(None not in output.shape[1:] for output in outputs)
         or not all(isinstance(leaf, tf.TensorSpec) for leaf in leaves)

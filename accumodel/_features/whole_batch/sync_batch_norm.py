@@ -58,12 +58,12 @@ class Norms:
 
     def _note(self, original, layer, inputs, mask):
         if current_graph() is not self._graph:
-            _refuse(
+            _refuse_norm(
                 layer,
                 "called in a loop (as by an `RNN`), a condition or a function",
             )
         if self.are_known:
-            _refuse(
+            _refuse_norm(
                 layer,
                 "called again for the gradients, since it is rematerialized "
                 "(`keras.RematScope`, `tf.recompute_grad`)",
@@ -75,11 +75,11 @@ class Norms:
         self.calls.append(Norm(layer, moments, statistics, given, fuzz))
         return tuple(tf.unstack(statistics))
 
-    def check(self, graph, is_training):
+    def refuse_own_statistics(self, graph, is_training):
         """Raises unless each that trains uses the statistics of the batch."""
         own = {
             key
-            for key, value in graph.new.items()
+            for key, value in graph.traced.tensors.new.items()
             if not graph.is_of_batch(value)
         }
         called = {id(norm.layer) for norm in self.calls}
@@ -90,10 +90,14 @@ class Norms:
             )
             is_own = is_training and is_custom and id(layer) not in called
             if is_own or not own.isdisjoint(map(id, variables)):
-                _refuse(layer, "which computes statistics of its own")
-            uses = [op for e in variables for op in graph.uses(e).values()]
+                _refuse_norm(layer, "which computes statistics of its own")
+            uses = [
+                op
+                for each in variables
+                for op in graph.traced.uses(each).values()
+            ]
             if any(op.type != "ReadVariableOp" for op in uses):
-                _refuse(layer, "in a `tf.function` that is traced already")
+                _refuse_norm(layer, "in a `tf.function` that is traced already")
 
 
 def _compute_moments(inputs, mask, axis):
@@ -130,20 +134,20 @@ def join(norm, moments):
     # As in Keras, where it has no effect under a mask.
     is_shared = norm.layer.synchronized and not norm.fuzz
 
-    def total(weights, values):
+    def weighted(weights, values):
         values = tf.einsum("ic,ic->c", weights, values)
         if is_shared:
             (values,) = replicas.sum_over_replicas([values])
         return values
 
     ones = tf.ones_like(counts)
-    count = tf.stop_gradient(total(ones, counts))
+    count = tf.stop_gradient(weighted(ones, counts))
     shares = tf.stop_gradient(tf.math.divide_no_nan(counts, count))
     inverse = tf.stop_gradient(tf.math.divide_no_nan(ones, count))
-    mean = total(shares, means)
+    mean = weighted(shares, means)
     # The deviations add up to zero, and so does the gradient by the mean.
     deviations = tf.math.square(means - tf.stop_gradient(mean))
-    variance = total(inverse, squares) + total(shares, deviations)
+    variance = weighted(inverse, squares) + weighted(shares, deviations)
     if norm.fuzz:  # Keras divides by a bit more
         scale = tf.math.divide_no_nan(count, count + norm.fuzz)
         variance = scale * (variance + (mean * (1 - scale)) ** 2)
@@ -151,7 +155,7 @@ def join(norm, moments):
     return tf.stack([mean, variance])
 
 
-def _refuse(layer, why):
+def _refuse_norm(layer, why):
     raise ValueError(
         "`sync_batch_norm=True` cannot split the model at this layer. Call it "
         "outside of loops, conditions and functions, with Keras's statistics; "
