@@ -171,7 +171,7 @@ a `__call__` of Keras's own losses is not looked into
 one loss per sample is divided
     weigh: if => weight is None
 one number is a sum under a reduction that sums
-    _with_key: if axes => False
+    _with_key: if has_samples => False
 logs of sums that a custom loss normalizes add up
     of_outputs: set is_mean => False
 samples are counted by the inputs

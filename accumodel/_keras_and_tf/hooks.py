@@ -140,6 +140,7 @@ class Reduction(typing.NamedTuple):
     inner: tuple = ()  # the `Reduction`s of the losses that it combines
     compute: typing.Any = None  # the loss as a function of targets and outputs
     data: tuple = ()  # what it was called with
+    has_samples: bool = True  # whether the first axis of the values is of them
 
 
 def _find_losses():

@@ -40,8 +40,7 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     with hooks.recorded_reductions(scale) as reductions:
         loss = call_compute_loss(*given)
     if step is not None:
-        step.reductions = reductions
-        weights.note_axes(step, reductions)
+        step.reductions = weights.note_axes(step, reductions)
     if is_default and replicas.count_replicas() > 1:
         loss += weights.missing_sums(accumulation.model, (x, y))
     return loss

@@ -124,9 +124,6 @@ class Step:
     divisors: typing.Any = None  # the `Divisors` of the fed batch, or `None`
     # The arguments of each loss reduction in this step, or `None` before.
     reductions: list | None = None
-    # Whether the first axis of what they reduced is that of the samples, by the
-    # ids of the tensors.
-    axes: dict = dataclasses.field(default_factory=dict)
     # The accumulators that were called, and in which graphs.
     calls: set = dataclasses.field(default_factory=set)
     graph: typing.Any = dataclasses.field(default_factory=current_graph)

@@ -240,7 +240,7 @@ class LossWeights:
                 "Override `micro_batch_weight` to say so. "
                 f"Received: reduction={name!r}"
             )
-        if not current_step().axes[id(values)]:
+        if not reduction.has_samples:
             return {_SAMPLES: None}
         if name in SUMS:
             return {None: None}
@@ -391,12 +391,15 @@ def is_single(values, data):
 
 
 def note_axes(step, reductions):
-    """Notes which of the losses of a step have an axis of samples."""
-    todo = [*reductions]
-    for place, reduction in enumerate(todo):  # which grows
-        values = reduction.values
-        step.axes[id(values)] = step.has_samples(values, "losses", place)
-        todo += reduction.inner
+    """Returns the losses of a step, each with whether it has samples."""
+    places = itertools.count()
+
+    def noted(reduction):
+        is_of = step.has_samples(reduction.values, "losses", next(places))
+        inner = tuple(map(noted, reduction.inner))
+        return reduction._replace(has_samples=is_of, inner=inner)
+
+    return [*map(noted, reductions)]
 
 
 def added_losses(model):
