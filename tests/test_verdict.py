@@ -513,7 +513,7 @@ def train(cls, make, loss=None, x=X, y=Y, **kwargs):
 
 # Those that are tested daily in another way, too, and those that are in none.
 OFTEN = (
-    *[("connections", "cache"), ("adds a root", "cache")],
+    *[("connections", "fed"), ("adds a root", "cache")],
     *[("per class", "eager"), ("step of the hardest half, 0", "eager")],
     *[("counts later", "fed"), ("reads a metric", "fed, eager")],
 )

@@ -483,7 +483,7 @@ PROGRAMS = {
         feed(X, np.arange(48) % 3),
         ways=CACHE,
         told=False,
-        tolerance=1e-5,
+        tolerance=2e-5,  # the loss multiplies similarities by 80
     ),
 }
 # Those that catch what no other row does.
