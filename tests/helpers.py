@@ -131,6 +131,21 @@ def functional(inputs, outputs_of):
     return make
 
 
+def subclassed(call, layers, **methods):
+    """Returns what makes a model of a class, given its base.
+
+    `layers` are functions that make a layer, by the names of attributes.
+    """
+
+    def make(base):
+        model = type("Model", (base,), {"call": call, **methods})()
+        for name, make_layer in layers.items():
+            setattr(model, name, make_layer())
+        return model
+
+    return make
+
+
 def calling_super(base, name):
     """Returns a class of which one method only calls that of its base."""
 

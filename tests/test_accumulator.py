@@ -9,7 +9,14 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, gradients_of, in_python, messages_of, mirrored
+from helpers import (
+    chain,
+    gradients_of,
+    in_python,
+    messages_of,
+    mirrored,
+    weekly,
+)
 
 from accumodel import AccumulatingModel, GradientAccumulator
 
@@ -49,7 +56,7 @@ def test_the_nth_micro_batch_applies_the_weighted_mean(
     np.testing.assert_allclose(variables[1], np.full(2, -mean))
 
 
-@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("dtype", [weekly("float16"), "bfloat16"])
 def test_sums_of_half_types_are_float32(dtype):
     variables = make_variables(dtype)
     accumulator = accumulating(variables, accum_steps=511, rate=2.0**-9)
@@ -166,8 +173,13 @@ def test_a_copy_trains_its_own_variables(duplicate, traced):
     np.testing.assert_array_equal(copied.variables[0], [0.0])
 
 
-@pytest.mark.parametrize("replicas", [1, 2])
-@pytest.mark.parametrize("ends", ["next steps", "apply"])
+@pytest.mark.parametrize(
+    ("ends", "replicas"),
+    [
+        *[("next steps", 2), ("apply", 1)],
+        *[weekly("next steps", 1), weekly("apply", 2)],
+    ],
+)
 def test_an_error_in_a_custom_loop_begins_a_new_cycle(ends, replicas):
     """It comes when one gradient is added, and the other not."""
     strategy = mirrored(2) if replicas == 2 else tf.distribute.get_strategy()
@@ -227,17 +239,25 @@ def test_an_error_in_an_eager_loop_forgets_the_cycle_and_says_so():
     assert accumulator.pending_steps == 1
 
 
+HOLD = {
+    "attribute": lambda each: each,
+    "list": lambda each: [each],
+    "dict": lambda each: {"player": each},
+}
+
+
 @pytest.mark.parametrize(
-    "hold",
-    [lambda each: each, lambda each: [each], lambda each: {"player": each}],
-    ids=["attribute", "list", "dict"],
+    ("number", "compiled", "updates", "hold"),
+    [
+        *[(4, 1, 3, "attribute"), (None, 4, 3, "list"), (2, 4, 5, "dict")],
+        *[weekly(4, 1, 3, "list"), weekly(4, 1, 3, "dict")],
+        *[weekly(None, 4, 3, "attribute"), weekly(None, 4, 3, "dict")],
+        *[weekly(2, 4, 5, "attribute"), weekly(2, 4, 5, "list")],
+    ],
 )
-@pytest.mark.parametrize(
-    ("number", "compiled", "updates"), [(4, 1, 3), (None, 4, 3), (2, 4, 5)]
-)
-def test_a_model_knows_what_it_holds(hold, number, compiled, updates):
+def test_a_model_knows_what_it_holds(number, compiled, updates, hold):
     """10 batches: the last short cycle ends with the epoch."""
-    model = Holds(hold)
+    model = Holds(HOLD[hold])
     model.make(number)
     model.compile("sgd", accum_steps=compiled)
     model.fit(np.ones((10, 3)), batch_size=1, verbose=0)

@@ -19,6 +19,7 @@ from helpers import (
     mirrored,
     saved_and_loaded,
     updates,
+    weekly,
 )
 from test_auto import LARGE, Limit, plain
 
@@ -109,7 +110,7 @@ def test_xla_compiles_three_sizes(clock):
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
-    ("batches", "kwargs"), [(96, {}), (128, {"initial_epoch": 2})]
+    ("batches", "kwargs"), [weekly(96, {}), (128, {"initial_epoch": 2})]
 )
 def test_short_trainings_do_not_search(clock, batches, kwargs):
     model = compiled(plain(AccumulatingModel), **FASTEST)

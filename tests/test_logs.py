@@ -17,6 +17,7 @@ from helpers import (
     compiled,
     fit,
     mirrored,
+    weekly,
 )
 
 from accumodel import AccumulatingModel
@@ -114,12 +115,12 @@ class Perplexity(AccumulatingModel):
         return logs | {"perplexity": keras.ops.exp(logs["loss"])}
 
 
-@pytest.mark.parametrize("jit_compile", [False, True])
+@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
 @pytest.mark.parametrize(
     ("size", "kwargs"),
     [
-        (4, {"accum_steps": 4}),
-        (16, {"micro_batch_size": 3}),
+        weekly(4, {"accum_steps": 4}),
+        weekly(16, {"micro_batch_size": 3}),
         (8, {"accum_steps": 2, "micro_batch_size": 3}),
     ],
     ids=["steps", "split", "both"],

@@ -387,7 +387,7 @@ def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
         (32, {}),
         (8, {"accum_steps": 4}),
         (32, {"micro_batch_size": 5}),
-        (32, {"micro_batch_size": 5, "run_eagerly": True}),
+        weekly(32, {"micro_batch_size": 5, "run_eagerly": True}),
     ],
     ids=str,
 )

@@ -302,7 +302,7 @@ def test_targets_of_other_lengths_are_refused(is_known):
 class MakesTrainFunction(AccumulatingModel):
     def make_train_function(self, force=False):
         self.train_function = tf.function(
-            lambda batches: self.train_step(next(batches))
+            lambda batches: self.train_step(next(batches)), autograph=False
         )
 
 

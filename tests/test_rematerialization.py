@@ -13,6 +13,7 @@ from helpers import (
     hub_backbone,
     import_hub,
     mirrored,
+    names,
     normal,
     read_summaries,
     train_each,
@@ -166,7 +167,7 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
 
 @pytest.mark.table
 @pytest.mark.filterwarnings("ignore:.*does not support masking")  # Keras 3.16
-@pytest.mark.parametrize("kind", LAYERS)
+@pytest.mark.parametrize("kind", names(LAYERS, ["rnn"]))
 @pytest.mark.parametrize("way", WAYS)
 def test_weights_of_the_same_model_without_the_scope(kind, way):
     size, kwargs = WAYS[way][0], dict(WAYS[way][1])

@@ -12,7 +12,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import chain, compiled, custom_step, distance, fit, weekly
+from helpers import (
+    chain,
+    check_exact,
+    compiled,
+    custom_step,
+    distance,
+    fit,
+    names,
+    subclassed,
+    weekly,
+)
 from keras import layers
 
 from accumodel import AccumulatingModel, GradientAccumulator, InexactWarning
@@ -188,7 +198,7 @@ def test_a_factor_after_the_tape_is_not_proved():
         train(AccumulatingModel, with_factor, **FED)
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["split", weekly("fed")])
 @pytest.mark.parametrize("name", ASKS)
 def test_what_asks_for_the_size_is_not_proved(name, way):
     make, data = ASKS[name]
@@ -199,22 +209,11 @@ def test_what_asks_for_the_size_is_not_proved(name, way):
 
 
 def test_a_model_is_built_for_the_size_of_the_data():
-    def make(cls):
-        class Model(cls):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = BuiltBySize(), layers.Dense(2)
-
-            def call(self, x):
-                return self.b(self.a(x))
-
-        return Model()
-
-    plain, ours = (
-        train(cls, make, **kwargs)
-        for cls, kwargs in ((keras.Model, {}), (AccumulatingModel, SPLIT))
+    make = subclassed(
+        lambda self, x: self.b(self.a(x)),
+        {"a": BuiltBySize, "b": lambda: layers.Dense(2)},
     )
-    assert distance(plain, ours) < 1e-6
+    check_exact(functools.partial(train, make=make), SPLIT)
 
 
 USUAL = {
@@ -274,24 +273,27 @@ def keeps_a_tensor(model, x, y, y_pred):
     return tf.reduce_mean((y - y_pred) ** 2 * table(2) * KEPT["table"])
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("data", [arrays, dataset])
+IN_WAYS = (
+    *[("split", dataset), ("fed", arrays)],
+    *[weekly("split", arrays), weekly("fed", dataset)],
+)
+
+
+@pytest.mark.parametrize(("way", "data"), IN_WAYS)
 def test_a_tensor_that_python_keeps_is_trained(way, data):
-    models = []
-    for cls, kwargs in ((keras.Model, {}), (AccumulatingModel, WAYS[way])):
+    def run(base, **kwargs):
         table.cache_clear()
         KEPT.clear()
-        models.append(train(cls, lossy(keeps_a_tensor), data, **kwargs))
-    assert distance(*models) < 1e-6
+        return train(base, lossy(keeps_a_tensor), data, **kwargs)
+
+    check_exact(run, WAYS[way])
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["split", weekly("fed")])
 def test_python_is_run_as_often_as_by_keras(way):
-    models = []
-    for cls, kwargs in ((keras.Model, {}), (AccumulatingModel, WAYS[way])):
-        models.append(train(cls, with_features, dataset, **kwargs))
-    assert distance(*models) < 1e-6
-    assert models[1].verdict.startswith("exact for every batch")
+    run = functools.partial(train, make=with_features, data=dataset)
+    _, ours = check_exact(run, WAYS[way])
+    assert ours.verdict.startswith("exact for every batch")
 
 
 def test_what_draws_from_a_generator_of_the_module_is_not_proved():
@@ -334,7 +336,7 @@ STRICT = {
 }
 
 
-@pytest.mark.parametrize("name", STRICT)
+@pytest.mark.parametrize("name", names(STRICT, ["fed", "split arrays"]))
 def test_an_error_by_a_filter_comes_before_a_weight_moves_and_again(name):
     kwargs, data = STRICT[name]
     model = compiled(dense(AccumulatingModel), SGD(0.1), spread, **kwargs)
@@ -356,7 +358,7 @@ class Flagged(layers.Layer):
         return x - tf.reduce_mean(x, 0) if self.centers else x
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", [weekly("split"), "fed"])
 def test_another_trace_is_proved_anew(way):
     model = train(
         AccumulatingModel, lambda c: dense(c, Flagged()), dataset, **WAYS[way]
@@ -439,8 +441,7 @@ class Tunes(keras.metrics.Metric):
         return self.layer[0].factor.value
 
 
-@pytest.mark.parametrize("data", [arrays, dataset])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(("way", "data"), IN_WAYS)
 def test_a_metric_may_assign_what_is_read(way, data):
     layer = Tuned()
     model = compiled(
@@ -453,7 +454,7 @@ def test_a_metric_may_assign_what_is_read(way, data):
         data(model, 12 // WAYS[way].get("accum_steps", 1))
 
 
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["split", weekly("fed")])
 def test_states_that_are_kept_are_no_false_alarm(way):
     model = train(
         AccumulatingModel,
@@ -508,7 +509,7 @@ class Turns(AccumulatingModel):
         (lambda updates, x: tf.reduce_mean(x) > 0, "not made"),
     ],
 )
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("way", ["split", weekly("fed")])
 @pytest.mark.filterwarnings("ignore:The first batch could not")
 def test_each_branch_is_proved_if_no_sample_decides(turn, verdict, way):
     model = Turns(turn)

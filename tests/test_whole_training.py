@@ -27,6 +27,7 @@ from helpers import (
     distance,
     fit,
     functional,
+    subclassed,
     weekly,
 )
 from keras import layers, ops
@@ -312,19 +313,15 @@ def of_shown(model, y, p):
     return ops.sum(errors * p[1]) / ops.sum(p[1])
 
 
-def in_inference(cls):
-    """Normalizes by what moved elsewhere."""
-
-    class Model(cls):
-        def __init__(self):
-            super().__init__()
-            self.first, self.last = layers.Dense(6, "tanh"), layers.Dense(4)
-            self.norm = layers.BatchNormalization()
-
-        def call(self, x, training=None):
-            return self.last(self.norm(self.first(x), training=False))
-
-    return Model()
+# Normalizes by what moved elsewhere.
+in_inference = subclassed(
+    lambda self, x: self.last(self.norm(self.first(x), training=False)),
+    {
+        "first": lambda: layers.Dense(6, "tanh"),
+        "last": lambda: layers.Dense(4),
+        "norm": layers.BatchNormalization,
+    },
+)
 
 
 def matched(y, p):
@@ -486,7 +483,7 @@ PROGRAMS = {
         feed(X, np.arange(48) % 3),
         ways=CACHE,
         told=False,
-        tolerance=1e-5,
+        tolerance=2e-5,  # the loss multiplies similarities by 80
     ),
 }
 # Those that catch what no other row does.
