@@ -67,7 +67,7 @@ a resumed fit does not follow its schedule
     _find_steps: if key => key == self._count
 # test_cycles.py
 a failure leaves parts behind
-    _prepared.call: call step_failed => None
+    _prepared.run_prepared: call step_failed => None
 no wait before the count
     Engine._count_batch: call control_dependencies waits =>
         tf.control_dependencies([])
@@ -94,7 +94,7 @@ what a shape of outputs is in divides nothing
 each replica judges by itself what is finite
     Engine._accepts: call sum_over_replicas => [bad]
 train_on_batch gives each replica the whole batch
-    _prepared.call: call split_over_replicas => batches
+    _prepared.run_prepared: call split_over_replicas => batches
 sums are all on one device
     make_accumulators: call colocate_vars_with => tf.name_scope("x")
 replicas that normalize together have weights of their own
@@ -120,11 +120,11 @@ a state that only watches is told of
     Comparison._is_read: call _is_told => False
 # test_first_batch_programs.py
 a rehearsal updates weights
-    rehearse.run: call updates => hooks.silenced()
+    rehearse.trace_alone: call updates => hooks.silenced()
 the check leaves behind what a step assigns
     Runner.run: call assign => None
 functions in the model keep the rehearsal
-    rehearse.run: call traced_anew => hooks.silenced()
+    rehearse.trace_alone: call traced_anew => hooks.silenced()
 the first batch is lost
     first_batches: set first => [*itertools.islice(batches, 2 * count)][1:]
 # test_verdict.py
@@ -136,7 +136,7 @@ the axis of samples is guessed
     decide: if is_made => True
 # test_traced.py
 a verdict is said when a weight has moved
-    FirstBatch.around.run: call traced_first => contextlib.nullcontext()
+    FirstBatch.around.run_and_say: call traced_first => contextlib.nullcontext()
 another trace is not asked
     FirstBatch._take_findings: set asked => [] if now.finding else found
 the program of the large batch is not looked at
@@ -154,7 +154,7 @@ what a loop takes from outside is not known
 batches are padded to other lengths
     _comparisons: if _is_padded => False
 numbers of each batch are those of the first
-    _check_numbers: if is_number => False
+    _refuse_numbers: if is_number => False
 lengths that become unlike are not seen
     FirstBatch._say_that_lengths_differ: if is_unlike => False
 # test_gradient_cache.py
@@ -317,7 +317,7 @@ what takes a resource is harmless
     refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
 a rehearsal draws from the seeds of the model
-    rehearse.run: call own_draws => hooks.silenced()
+    rehearse.trace_alone: call own_draws => hooks.silenced()
 # test_rematerialization.py
 what is rematerialized reads what it assigned before
     _differentiate: set get_current_value => lambda variable: None

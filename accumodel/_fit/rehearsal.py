@@ -80,7 +80,7 @@ def rehearse(model, function, *specs, is_real=False):
         with tf.variable_creator_scope(_make_outside):
             return function(*args)
 
-    def run():
+    def trace_alone():
         scopes: list = [
             hooks.traced_anew(),
             hooks.silenced(),
@@ -98,7 +98,7 @@ def rehearse(model, function, *specs, is_real=False):
             python = python_state.PythonState(python_state.owners_of(model))
             try:
                 found.function = trace(traced, *specs)
-                _check_captures(found.function.graph)
+                _refuse_captures(found.function.graph)
             except checks.InexactWarning:  # which is told of once
                 raise
             except Exception as error:
@@ -108,11 +108,11 @@ def rehearse(model, function, *specs, is_real=False):
                     found.changed = python.changed()
                     python.close()
 
-    replicas.outside(run)
+    replicas.outside(trace_alone)
     return found
 
 
-def _check_captures(graph):
+def _refuse_captures(graph):
     """Raises if a graph that is outside of all others takes of another one."""
     if any(tf.is_symbolic_tensor(outside) for outside, _ in graph.captures):
         raise TypeError(
@@ -124,12 +124,12 @@ def _check_captures(graph):
 def output_shapes(model, x, specs):
     """Returns the shapes of the outputs, for specs of the leaves of `x`."""
 
-    def call(*leaves):
+    def predict(*leaves):
         inputs = keras.tree.pack_sequence_as(x, leaves)
         with keras.StatelessScope(collect_losses=True):
             return private_names.call_model(model, inputs, training=False)
 
-    outputs = rehearse(model, call, *specs).result().structured_outputs
+    outputs = rehearse(model, predict, *specs).result().structured_outputs
     return [[*output.shape] for output in keras.tree.flatten(outputs)]
 
 
@@ -297,7 +297,7 @@ def build(plan, data):
     if replicas.are_several(model) or private_names.is_built(model):
         return
 
-    def call(*leaves):
+    def call_model(*leaves):
         x, *_ = keras.utils.unpack_x_y_sample_weight(packed(data, leaves))
         private_names.call_model(model, x, training=True)
 
@@ -306,7 +306,7 @@ def build(plan, data):
         found, _ = rehearse_step(plan, data, is_real=True, is_sized=True)
         if found.error is None:
             return
-    rehearse(model, call, *leaves_of(data), is_real=True)
+    rehearse(model, call_model, *leaves_of(data), is_real=True)
     if not (plan.is_custom or private_names.is_built(model)):
         rehearse_step(plan, data, is_real=True, is_sized=True)
 
@@ -342,7 +342,7 @@ def rehearse_step(
         features=features,
     )
 
-    def run(i, size, *leaves):
+    def one_part(i, size, *leaves):
         nonlocal collector
         own = dataclasses.replace(plan, size=size)
         parts = FedBatch(own, packed(data, leaves))
@@ -365,7 +365,9 @@ def rehearse_step(
     scalars = [tf.TensorSpec((), tf.int64)] * 2
     with hooks.all_of(of_weights):
         specs = leaves_of(data) if is_sized else specs_of(data)
-        found = rehearse(plan.model, run, *scalars, *specs, is_real=is_real)
+        found = rehearse(
+            plan.model, one_part, *scalars, *specs, is_real=is_real
+        )
     if trains and not (is_real or is_sized):
         accumulation.training.is_rehearsed = True
         is_made = found.error is None and collector.error is None

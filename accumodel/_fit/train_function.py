@@ -180,7 +180,7 @@ def _prepared(accumulation, function, trains):
     """Returns a function that also prepares its first batch, and for errors."""
     is_ready = False  # a layer that is never called is never built
 
-    def call(batches):
+    def run_prepared(batches):
         nonlocal is_ready
         if trains:
             accumulation.accumulators.is_live = True
@@ -206,7 +206,7 @@ def _prepared(accumulation, function, trains):
                 _say_that_it_was_split(accumulation, error)
             raise
 
-    return call
+    return run_prepared
 
 
 def _of_fed_batches(model, name, make):
@@ -222,11 +222,11 @@ def _of_fed_batches(model, name, make):
     def of_data_set(batches):
         return eager(iter([batches.get_next()]))
 
-    def call(batches):
+    def run_one(batches):
         is_data_set = isinstance(batches, replicas.ITERATORS)
         return (of_data_set if is_data_set else function)(batches)
 
-    return call
+    return run_one
 
 
 def _by_keras(model, name, make, run_eagerly):

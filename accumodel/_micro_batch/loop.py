@@ -40,14 +40,14 @@ def make_step(plan, function, collector=None, losses=None, divisors=None):
         autograph=False,
     )
 
-    def call(data):
+    def run_compiled(data):
         for feature in plan.features:
             if feature.runs_again:
                 return feature.call_compiled(compiled, data)
         result, _ = compiled(data)
         return result
 
-    return call
+    return run_compiled
 
 
 def around_parts(plan, trains):

@@ -113,7 +113,7 @@ class FirstBatch(Feature):
         elif self._must_split() and now.looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
-            self.said.add("No batch was split so far")
+            self.said.append("No batch was split so far")
             text = messages.not_split(now.looks, size, asks)
             warnings.warn(text, stacklevel=2)
 
@@ -137,7 +137,7 @@ class FirstBatch(Feature):
         if trains:  # another one may run other Python
             self._signatures, self._known = {}, ()
 
-        def run(batches):
+        def run_and_say(batches):
             if not tf.executing_eagerly():  # it is traced to be run later
                 return function(batches)
             scope = contextlib.nullcontext()
@@ -150,7 +150,7 @@ class FirstBatch(Feature):
             self.said.what_is_held()
             return result
 
-        return run if trains else function
+        return run_and_say if trains else function
 
     def observer(self, plan, data):
         if not is_observed(plan):

@@ -113,7 +113,7 @@ class Comparison:
         for key, variable in self.runner.states.items():
             if self._is_average(variable):  # which one batch may not move
                 return Look(0, 0, runs.STATES, what=key)
-        _check_slices(self.plan, self.data)
+        _refuse_slices(self.plan, self.data)
         # What is not finite is told of, not warned of by NumPy.
         count, size = self._sizes()
         with np.errstate(all="ignore"), unscaled(self.plan.model.optimizer):
@@ -275,8 +275,8 @@ def compare(plan, known, fed):
             "batch. Use `tf.shape(x)[0]` instead of `x.shape[0]`"
         )
     rehearsed = rehearse_parts(plan, known.data, runs.Terms)
-    _check_model(plan.model, rehearsed)
-    _check_numbers(rehearsed, fed)
+    _refuse_model(plan.model, rehearsed)
+    _refuse_numbers(rehearsed, fed)
     try:
         data = _joined(fed)
     except (ValueError, tf.errors.InvalidArgumentError):
@@ -328,7 +328,7 @@ def _comparisons(plan, known, data, size, rehearsed):
     yield Comparison(plan, known, data, size, runner, padding="cut off")
 
 
-def _check_model(model, rehearsed):
+def _refuse_model(model, rehearsed):
     """Raises if there is nothing to compare with, or no way to do it."""
     layers = private_names.flat_layers(model)
     if any(getattr(x, "stateful", False) for x in layers):
@@ -346,7 +346,7 @@ def _check_model(model, rehearsed):
             )
 
 
-def _check_numbers(rehearsed, fed):
+def _refuse_numbers(rehearsed, fed):
     """Raises if what samples share is another number in each fed batch."""
     terms = [term for _, collector in rehearsed for term in collector.terms]
     is_weighed = all((runs.WEIGHTS, 0) in term for term in terms)
@@ -362,7 +362,7 @@ def _check_numbers(rehearsed, fed):
             )
 
 
-def _check_slices(plan, data):
+def _refuse_slices(plan, data):
     """Raises if no part of the batch can be taken."""
     slice_data = plan.model.slice_data
     given = data, *tf.constant([0, 1], tf.int64)

@@ -62,7 +62,7 @@ class Said:
         is_exact = (self._verdict or "").startswith("exact")
         return is_exact and not self.is_proved
 
-    def add(self, text):
+    def append(self, text):
         """Adds what a user may not expect to a verdict for every batch."""
         if self.is_proved:
             self._verdict = f"{self._verdict}. {text}"

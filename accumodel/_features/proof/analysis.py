@@ -146,7 +146,7 @@ class Analysis:
             count = len(op.outputs)
             found = [*found, *[_ADDED] * count][:count]
             for x, v in zip(op.outputs, found, strict=True):
-                _check(v, x)
+                _require_sound(v, x)
         except UnprovedError as error:
             found = [self._refused(op, error)] * len(op.outputs)
         name, inherited = self._name(op, vals), []
@@ -320,7 +320,7 @@ class Analysis:
         )
 
 
-def _check(v, tensor):
+def _require_sound(v, tensor):
     """Requires what is true of all types, whatever the rules say."""
     dtype, rank = tensor.dtype, tensor.shape.rank
     places = [i for i, size in enumerate(v.dims) if is_of_samples(size)]

@@ -54,12 +54,12 @@ def rule(*tables, plain=None):
     all others are shared. By default a rule takes statistics and sizes, too.
     """
 
-    def add(function):
+    def register(function):
         for name in " ".join(tables).split():
             assert RULES.setdefault(name, (function, plain))[0] is function
         return function
 
-    return add
+    return register
 
 
 def apply_rule(at, op, vals):
