@@ -435,8 +435,8 @@ class AccumulatingModel(keras.Model):
         compared, `"differs"` or `"not made"`; see `verify` of `compile`.
         """
         features = self._accumulation.features
-        said = (x.said for x in features if isinstance(x, FirstBatch))
-        return next((each.verdict for each in said), None)
+        checks = (x for x in features if isinstance(x, FirstBatch))
+        return next((each.verdict.text for each in checks), None)
 
     first_batch_check = verdict  # its name until 0.1.0
 

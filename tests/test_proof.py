@@ -405,7 +405,7 @@ UNKNOWN = {
             "if an even number": lambda n: tf.equal(n // 2 * 2, n),
         }.items()
     },
-    # What hardly ever bends.
+    # What hardly ever inexact.
     "clipped where nothing is": lambda b: tf.clip_by_value(
         mean(errors(b)), -1e6, 1e6
     ),
@@ -590,7 +590,7 @@ def test_what_makes_a_mean_exact_is_known(name):
 
 @pytest.mark.parametrize("name", BENT | UNKNOWN)
 def test_what_is_not_exact_is_not_proved(name):
-    kind = "bends" if name in BENT else "unknown"
+    kind = "inexact" if name in BENT else "unknown"
     assert prove((BENT | UNKNOWN)[name]).kind == kind
 
 
@@ -822,7 +822,7 @@ def test_arrays_may_have_lengths_of_their_own(name):
         (lambda p: tf.concat([p, p], 1), "exact"),
         (lambda p: tf.concat([p, p], 0), "unknown"),
         (lambda p: tf.transpose(p, [1, 0, 2]), "unknown"),
-        (lambda p: p - tf.reduce_mean(p, 0), "bends"),
+        (lambda p: p - tf.reduce_mean(p, 0), "inexact"),
         (lambda p: tf.ones((3, 2)), "unknown"),
     ],
 )

@@ -234,7 +234,7 @@ UNKNOWN = {
 
 @pytest.mark.parametrize("name", BENT | UNKNOWN)
 def test_what_is_not_exact_is_not_proved(name):
-    kind = "bends" if name in BENT else "unknown"
+    kind = "inexact" if name in BENT else "unknown"
     assert prove((BENT | UNKNOWN)[name]).kind == kind
 
 

@@ -286,9 +286,9 @@ def is_large(b):
 
 
 WRONG = {
-    "a mean as a sum": (Step(mean, as_a_sum), "bends"),
+    "a mean as a sum": (Step(mean, as_a_sum), "inexact"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
-    "a mask by samples": (Step(masked), "bends"),
+    "a mask by samples": (Step(masked), "inexact"),
     "a mask by what may be 0": (
         Step(masked, lambda b: tf.reduce_sum(mask(b) * is_large(b))),
         "unknown",
@@ -305,20 +305,20 @@ WRONG = {
         Step(with_numbers, lambda b: tf.reduce_sum(mask(b))),
         "unknown",
     ),
-    "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "bends"),
+    "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "inexact"),
     "two losses of unlike sums": (
         Step(lambda b: mean(b) + tf.reduce_sum(b.p)),
-        "bends",
+        "inexact",
     ),
-    "the hardest ten": (Step(hardest), "bends"),
+    "the hardest ten": (Step(hardest), "inexact"),
     "all pairs": (Step(all_pairs), "unknown"),
-    "clipped": (Step(changed(clipped)), "bends"),
+    "clipped": (Step(changed(clipped)), "inexact"),
     "by the gradient of a mean": (
         Step(lambda b: penalty(b, tf.reduce_mean)),
         "unknown",
     ),
-    "by the gradient of all": (Step(lambda b: penalty(b, centered)), "bends"),
-    "through a divisor": (Step(through_a_divisor), "bends"),
+    "by the gradient of all": (Step(lambda b: penalty(b, centered)), "inexact"),
+    "through a divisor": (Step(through_a_divisor), "inexact"),
     "by a share": (Step(by_a_share), "unknown"),
     "by a zero": (
         Step(
@@ -326,16 +326,16 @@ WRONG = {
                 b, gradient(lambda x: x * mean(b), tf.zeros(()))
             )
         ),
-        "bends",
+        "inexact",
     ),
-    "by equal rows": (Step(by_equal_rows), "bends"),
+    "by equal rows": (Step(by_equal_rows), "inexact"),
     "by a constant": (Step(by_a_constant, with_factor), "unknown"),
-    "again by others": (Step(again_by_others), "bends"),
+    "again by others": (Step(again_by_others), "inexact"),
     "divided by its norm": (
         Step(changed(lambda x: x / tf.reduce_sum(x))),
-        "bends",
+        "inexact",
     ),
-    "weighed by all": (Step(weighed_by_all), "bends"),
+    "weighed by all": (Step(weighed_by_all), "inexact"),
     "in a function": (Step(inside), "unknown"),
     "the first rows": (Step(first_rows, words=True), "unknown"),
     "rows of samples": (

@@ -11,13 +11,15 @@ So the last one leaves the seeds where the large batch does, whichever it is.
 Rows begin at the number of samples that were fed before in the cycle. A cycle
 that is forgotten puts the seeds back.
 
-How rows are drawn is in `rows`. `RandomNumbers` is for the life of a model,
-`Seeds` for a fed batch, `Draws` for a micro-batch, and `Rows` for one draw.
+`RandomNumbers` is for the life of a model: where the cycle is, and where its
+seeds began. `Seeds`, for a fed batch, says where the rows of each micro-batch
+begin. `Draws`, for a micro-batch, says which draws have rows. `Rows`, in `rows`,
+is for one draw, and counts them.
 
 Draws without an axis of samples are the same for all micro-batches. What cannot
 be drawn from the middle, or is drawn in a loop, which may be over the samples,
-takes another seed for each micro-batch. Where rows depend on their number, a
-cycle of several fed batches is taken for a full one.
+takes another seed for each micro-batch. If a draw depends on the number of all
+rows, a cycle of several fed batches is taken for `accum_steps` full ones.
 """
 
 import collections

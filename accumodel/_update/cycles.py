@@ -6,13 +6,14 @@ the weights, and for each accumulator of the model, arrays with these names:
 | name            | holds                                                      |
 |-----------------|------------------------------------------------------------|
 | `pending_steps` | int64, the batches accumulated                             |
-| `totals`        | two float64s: the sum of their weights, by which the sums  |
-|                 | are divided, and the sum of the sizes of the weights       |
+| `totals`        | two float64s: the sum of the weights of micro-batches, by  |
+|                 | which the sums are divided, and of their absolute values   |
 | `places`        | int64s, which of the model's weights the sums are for      |
+| `given`         | bools, one for each of these: whether it got a gradient    |
 | `scales_loss`   | bool, whether the losses were scaled                       |
-| `given`         | bools, which of them got a gradient                        |
 | `sum_3`         | the sum for the fourth of them, if it got one              |
-| `samples`       | int64, the samples that were fed                           |
+| `samples`       | int64, the samples that were fed, if it drew; this and the |
+|                 | next only of the model's own accumulator                   |
 | `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
 |                 | and that when the cycle began                              |
 | `checksum`      | uint32, a CRC-32 of the others; older files have none      |
@@ -90,7 +91,7 @@ class Cycles:
         accumulator.follow(options.accum_steps, numbers)
         model._gradient_accumulator = accumulator
 
-    def require_held(self, accumulator, in_step):
+    def require_saved(self, accumulator, in_step):
         """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
         is_ours = in_step or not own.isdisjoint(map(id, accumulator.variables))
@@ -204,7 +205,7 @@ def split_off(store):
 def read_cycle(accumulator, model):
     """Returns the pending cycle of an accumulator in a dict of arrays."""
     with accumulator.scope():
-        held = _held(accumulator, accumulator._given.numpy())
+        held = _saved(accumulator, accumulator._given.numpy())
         return {
             **{k: np.asarray(tf.identity(v)) for k, v in held.items()},
             "scales_loss": np.bool_(
@@ -217,13 +218,16 @@ def read_cycle(accumulator, model):
 def write_cycle(accumulator, cycle):
     """Lets what `read_cycle` returned be the pending cycle, after none."""
     with accumulator.scope():
-        for name, variable in _held(accumulator, cycle["given"]).items():
+        for name, variable in _saved(accumulator, cycle["given"]).items():
             variable.assign(cycle[name])
         accumulator._seen.has_weights = True if cycle["totals"][1] > 0 else None
 
 
-def _held(accumulator, given):
-    """Returns the variables that hold a cycle, by the names of the arrays."""
+def _saved(accumulator, given):
+    """Returns the variables that hold a cycle, by the names of the arrays.
+
+    Each file must have all of them: a new one needs a default for older files.
+    """
     pairs = enumerate(zip(accumulator._sums, given, strict=False))
     return {
         "pending_steps": accumulator._count,
@@ -258,7 +262,9 @@ def _require_fitting(accumulator, model, cycle):
         )
     wrong = [
         name
-        for name, variable in _held(accumulator, cycle.get("given", [])).items()
+        for name, variable in _saved(
+            accumulator, cycle.get("given", [])
+        ).items()
         if name not in cycle
         or cycle[name].shape != variable.shape
         or cycle[name].dtype != variable.dtype

@@ -1,6 +1,7 @@
 """Before the first step: is this training that of the large batch?
 
-`batches` rehearses the step, has it proved or else compared, and says what was
-found. `check` compares, by `runs` of the step on some samples; `variables` are
-moved and put back; `messages` has the words.
+`batches` decides which batches are looked at. `observer` has a traced step
+proved. What is not proved, `check` compares, by `runs` of the step on some
+samples; `variables` knows which states matter. `verdict` keeps what was found,
+and warns once; `messages` has most of its texts.
 """

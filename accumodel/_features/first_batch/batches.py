@@ -13,8 +13,8 @@ import tensorflow as tf
 from accumodel._features.first_batch import messages, observer
 from accumodel._features.first_batch.check import ASKS, Alone, NotYet, compare
 from accumodel._features.first_batch.observer import Finding, Observer, unknown
-from accumodel._features.first_batch.said import Said
 from accumodel._features.first_batch.variables import NotMade
+from accumodel._features.first_batch.verdict import Verdict
 from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
 from accumodel._fit.rehearsal import Silent
@@ -75,7 +75,7 @@ class FirstBatch(Feature):
 
     def __init__(self, accumulation):
         super().__init__(accumulation)
-        self.said = Said(accumulation)
+        self.verdict = Verdict(accumulation)
         self._has_split = self._is_even = False
         self._signatures: dict = {}  # by the structure of the data
         self._now = Signature(None, None)  # the present one of these
@@ -104,7 +104,7 @@ class FirstBatch(Feature):
         self._now.fed = []
 
     def end_epoch(self, logs):
-        self.said.what_is_held()
+        self.verdict.warn_of_held()
         self._say_that_lengths_differ()
         accumulation, now = self.accumulation, self._now
         size = accumulation.model.current_micro_batch_size
@@ -113,7 +113,7 @@ class FirstBatch(Feature):
         elif self._must_split() and now.looks:
             self._has_split = True  # it is said once
             asks = accumulation.options.trim_padding is not None
-            self.said.append("No batch was split so far")
+            self.verdict.append("No batch was split so far")
             text = messages.not_split(now.looks, size, asks)
             warnings.warn(text, stacklevel=2)
 
@@ -128,8 +128,8 @@ class FirstBatch(Feature):
 
     def _take_back(self):
         """Says that nothing is known of arrays of unlike lengths."""
-        if self.said.was_compared or self.said.is_proved:
-            self.said.take_back(messages.UNLIKE)
+        if self.verdict.was_compared or self.verdict.is_proved:
+            self.verdict.take_back(messages.UNLIKE)
 
     # -- the trace of the training ---------------------------------------------
 
@@ -147,7 +147,7 @@ class FirstBatch(Feature):
                 result = function(batches)
             if self._waiting is not None or self._findings:
                 self._take_findings(is_over=True)
-            self.said.what_is_held()
+            self.verdict.warn_of_held()
             return result
 
         return run_and_say if trains else function
@@ -180,7 +180,7 @@ class FirstBatch(Feature):
         elif asked:  # the next ones are looked at
             self._known, now.looks = (), 0
             is_split = self._has_split or self._steps() > 1
-            if is_split and now.finding.proof.kind == "bends":
+            if is_split and now.finding.proof.kind == "inexact":
                 self._compare(())
 
     def _next_to_plain(self, found, traced):
@@ -241,7 +241,7 @@ class FirstBatch(Feature):
         """Whether to look at batches like this one, or of these specs."""
         now, model = self._signature_of(data), self.accumulation.model
         is_known = now.is_done and not self._must_split()
-        is_known &= self.said.has_warned_of_norms(now.finding)
+        is_known &= self.verdict.has_warned_of_norms(now.finding)
         if is_known or now.looks >= _LOOKS * self._steps():
             return False
         if not tf.executing_eagerly():
@@ -347,8 +347,8 @@ class FirstBatch(Feature):
             is_enough = is_split or isinstance(size, str)
         if is_enough:
             self._compare(batches)
-        elif self.said.is_proved or self.said.verdict is None:
-            self.said.keep(
+        elif self.verdict.is_proved or self.verdict.text is None:
+            self.verdict.keep(
                 "not made: no update was made in several parts so far"
             )
 
@@ -371,7 +371,7 @@ class FirstBatch(Feature):
         except NotMade as error:
             is_shown_later = isinstance(error, NotYet)
             if is_shown_later and self._now.looks < _LOOKS * self._steps():
-                self.said.keep(f"not made: {error} so far")
+                self.verdict.keep(f"not made: {error} so far")
             else:
                 self._end(f"not made: {error}")
         except Exception as error:
@@ -382,7 +382,7 @@ class FirstBatch(Feature):
 
     def _end(self, verdict, warns=True):
         """Says a verdict, after which no batch like these is looked at."""
-        self.said.end(verdict, warns)
+        self.verdict.end(verdict, warns)
         self._now.is_done = True  # not if it was raised
 
     def _warn_about_norms(self, is_split):
@@ -390,7 +390,7 @@ class FirstBatch(Feature):
         options, finding = self.accumulation.options, self._now.finding
         is_synced = options.sync_batch_norm and self._steps() == 1
         if is_split and finding and not is_synced:
-            self.said.warn_about_norms(finding.norms)
+            self.verdict.warn_about_norms(finding.norms)
 
 
 def is_observed(plan):

@@ -267,8 +267,8 @@ def compare(plan, known, fed):
     Takes the `Signature` of the batches.
     """
     finding = known.finding
-    if finding.proof.kind == "bends":  # whatever this batch shows
-        return f"differs in some batches: {messages.bends(plan, finding)}"
+    if finding.proof.kind == "inexact":  # whatever this batch shows
+        return f"differs in some batches: {messages.inexact(plan, finding)}"
     if finding.proof.reason == ASKS:
         raise NotMade(
             f"{ASKS}, and may compute something else with that of the large "

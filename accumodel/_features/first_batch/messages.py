@@ -153,7 +153,7 @@ def differs(found, compared):
     return f"{_as_sure(text, compared.plan)} {OFF} Received: model={model}"
 
 
-def bends(plan, finding):
+def inexact(plan, finding):
     """Returns what a proof says of a step that is inexact in some batches."""
     text = (
         "In some batches the weights will not be those of the large batch. "
@@ -164,7 +164,10 @@ def bends(plan, finding):
 
 
 def _as_sure(text, plan):
-    """Returns a text of what will be, or would be if batches were split."""
+    """Returns a text for batches that may not be split.
+
+    It must have the words " will not be ".
+    """
     if plan.is_sure:
         return text
     unsure = " would not be, if memory ran out and batches were split, "

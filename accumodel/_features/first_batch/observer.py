@@ -179,7 +179,7 @@ class ObservedStep:
         tracker = private_names.loss_trackers(self._plan.model)[0].total
         if loss and any(is_of(tracker, v) for v in loss.variables):
             what = "its loss from what is logged of it"
-            self._finding.proof = Proof("bends", what)
+            self._finding.proof = Proof("inexact", what)
             return
         samples = tf.convert_to_tensor(count_samples(current_step().data))
         proofs = [self._prove_rows(read)] + [

@@ -22,7 +22,7 @@ from accumodel._features.proof.types import (
     ZERO,
     Entries,
     N,
-    Rows,
+    SampleRows,
     Type,
     UnprovedError,
     added,
@@ -195,7 +195,7 @@ class Analysis:
             return [*vals]
         refused = [v for v in vals if v.base == "T"]
         if refused:  # times 0, what is no number is none
-            v = max(refused, key=lambda v: v.why.kind == "bends")
+            v = max(refused, key=lambda v: v.why.kind == "inexact")
             return unknown(v.why.reason) if is_0 else v
         if is_0:
             return Type("C", entries=Entries(ZERO))
@@ -233,7 +233,7 @@ class Analysis:
             return None
         own = self.dims(op.outputs[0])
         dims = tuple(x or y for x, y in zip(held, own, strict=True))
-        rows = Rows(axis, k=over(held[axis], N))
+        rows = SampleRows(axis, k=over(held[axis], N))
         return Type("R", dims, rows=rows)
 
     # -- functions, conditions and loops ---------------------------------------
@@ -259,7 +259,7 @@ class Analysis:
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
         what = f"{decides.words}, as a condition"
-        require(decides.is_shared, what, bends=True)
+        require(decides.is_shared, what, inexact=True)
         results = [self._call(op, branch, vals) for branch in branches]
         join = functools.partial(self._joined_outputs, op)
         return functools.reduce(join, results)

@@ -16,7 +16,8 @@ from accumodel._features.proof.types import (
 
 _FIRST, _OTHERS, _ALL = slice(1), slice(1, None), slice(None)
 
-# Results that are 0 where some inputs are: which, and how they count at most.
+# Results that are 0 where some inputs are: which inputs, and the highest level
+# of `Entries.counts` that stays true of the result.
 _OF = {
     # As they are, but in other places.
     """

@@ -1,8 +1,9 @@
-"""What operations do to samples: entry by entry, along axes, summed up.
+"""What operations do to samples: elementwise, along axes, contracted.
 
-Each rule is under the table of the operations that it is true of, and gets
-the analysis, the operation, and the types of its inputs. What no rule names is
-not proved.
+A rule is a function with `@rule(names of operations)`; `ELEMENTWISE`, `LAST` and
+`TRANSPOSED` are tables of such names. It gets the analysis, the operation, and
+the types of its inputs. An operation on samples that no rule names is not
+proved.
 """
 
 import functools
@@ -86,7 +87,7 @@ def axes_of(tensor, v, rank):
     return [int(axis) % max(rank, 1) for axis in np.ravel(value)]
 
 
-# -- entry by entry ------------------------------------------------------------
+# -- elementwise ---------------------------------------------------------------
 
 # An entry of the result is a function of the entries at its place, broadcast.
 # If one is a statistic, or counts the samples, nothing is known of the result.
@@ -204,7 +205,7 @@ def limited(at, op, *vals):
         least, most = -HUGE if is_any else 1e-4, HUGE if by.is_of_n else MUCH
         require_reached(by, number > least if is_least else number < most)
     is_of_n = not is_least and any(v.is_of_n for v in vals)
-    require(not is_of_n, "the number of samples", bends=True)
+    require(not is_of_n, "the number of samples", inexact=True)
     return elementwise(at, op, *vals)
 
 
@@ -320,9 +321,9 @@ def multiplied(at, op, a, b):
 def scalable(*vals):
     """Requires what may be scaled: of samples and a mean, by what is shared."""
     for v in vals:
-        require(v.base in "CRS", v.words, bends=v.base == "G")
+        require(v.base in "CRS", v.words, inexact=v.base == "G")
         is_right = not v.is_mixed or [x.base for x in vals].count("R") == 1
-        require(is_right, MIXED, bends=True)
+        require(is_right, MIXED, inexact=True)
 
 
 def require_owed(owes, v):
@@ -374,7 +375,7 @@ def divided(at, op, a, b):
     is_safe = is_guarded or op.type == "DivNoNan"
     require(not owes or a.base == "C", MAY_BE_0, False, WEIGHT)
     is_right = b.base == "C" or not (a.base == "S" or b.is_mixed)
-    require(is_right, "a sum over samples, and samples", bends=True)
+    require(is_right, "a sum over samples, and samples", inexact=True)
     m = power(a.m, b.m, -1)
     one = broadcast([a, b]).but(m=m, origin=Origin(like=scaled(a, b)))
     require_owed(owes, one)
@@ -431,7 +432,10 @@ def selected(at, op, condition, *vals):
 
 @rule("Sum Mean Max Min Prod All Any EuclideanNorm ArgMax ArgMin")
 def reduced(at, op, v, of_axes):
-    """A sum or mean of rows is S; the product of a shape is a size."""
+    """A sum or mean of rows is S; the product of a shape is a size.
+
+    Another sum belongs in `is_linear`, too.
+    """
     if op.type == "Prod" and v.content:
         return sizes([product(*v.content)], ())
     is_mean = op.type == "Mean" and is_number(op.outputs[0].dtype)
@@ -566,7 +570,7 @@ def _contracted(at, op, vals, labels, result):
     bases = {v.base for v in vals}
     scalable(*vals)
     is_of_rows = "R" in bases and bases <= {*"CR"}
-    require(is_of_rows, _OTHERS, bends=bases >= {*"RS"})
+    require(is_of_rows, _OTHERS, inexact=bases >= {*"RS"})
     m = functools.reduce(power, (v.m for v in vals))
     pairs = [*zip(vals, labels, strict=True)]
     label, *others = {x[v.rows.axis] for v, x in pairs if v.rows}

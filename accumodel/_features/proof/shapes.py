@@ -18,7 +18,7 @@ from accumodel._features.proof.types import (
     Entries,
     N,
     Origin,
-    Rows,
+    SampleRows,
     Type,
     added,
     agree,
@@ -352,12 +352,12 @@ def filled(at, op, *vals):
     require(v.base != "V", _NUMBER)
     if not places:
         return at.shaped(v, out)
-    require(v.base == "C", v.words, bends=True)
+    require(v.base == "C", v.words, inexact=True)
     (axis,) = places
     own = ((ONE,) * (len(held) - len(v.dims)) + v.dims)[axis]
     require(own == ONE or op.type == "Tile", UNLIKE)
     k = times(own, over(held[axis], N))
-    rows = Rows(axis, k=k, uniform=own == ONE)
+    rows = SampleRows(axis, k=k, uniform=own == ONE)
     return at.shaped(Type("R", m=v.m, rows=rows), out)
 
 

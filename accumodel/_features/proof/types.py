@@ -75,7 +75,7 @@ _counter = itertools.count()
 class Proof(typing.NamedTuple):
     """Whether micro-batches are proved to give what the large batch gives."""
 
-    kind: str  # "exact", or not proved: "bends" a statistic, or "unknown"
+    kind: str  # "exact", or not proved: "inexact", or "unknown"
     reason: str  # what the loss is, or the operation, of what, and where
     if_not_negative: bool = False  # exact only if no weight in the data is
     if_alike: bool = False  # exact only if all arrays of a batch are as long
@@ -85,20 +85,20 @@ class Proof(typing.NamedTuple):
 class UnprovedError(Exception):
     """What no rule says; `kind` and `advice` are those of the proof.
 
-    What has an advice bends, too, if its weight is n.
+    What has an advice is inexact, too, if its weight is n.
     """
 
-    def __init__(self, what, bends=False, advice=""):
+    def __init__(self, what, inexact=False, advice=""):
         super().__init__(what)
-        self.kind, self.advice = "bends" if bends else "unknown", advice
+        self.kind, self.advice = "inexact" if inexact else "unknown", advice
 
     def proof(self, reason=None):
         return Proof(self.kind, reason or str(self), advice=self.advice)
 
 
-def require(condition, what, bends=False, advice=""):
+def require(condition, what, inexact=False, advice=""):
     if not condition:
-        raise UnprovedError(what, bends, advice)
+        raise UnprovedError(what, inexact, advice)
 
 
 @contextlib.contextmanager
@@ -168,7 +168,7 @@ def may_be_0(m):
     return {name for name, _ in m} - {"n"}
 
 
-class Rows(typing.NamedTuple):
+class SampleRows(typing.NamedTuple):
     """Where the samples are: `o * n * k` rows along an axis."""
 
     axis: int = 0
@@ -215,7 +215,7 @@ class Type:
     base: str
     dims: tuple = ()  # its sizes
     m: tuple = ()  # names of divisors, or "n", and their powers
-    rows: Rows | None = None  # of R
+    rows: SampleRows | None = None  # of R
     content: tuple | None = None  # the sizes that a scalar or vector holds
     grad: bool = False  # depends on a variable by a path that has a gradient
     entries: Entries = dataclasses.field(default=Entries())
@@ -252,7 +252,7 @@ class Type:
         if self.base != "S":
             return self
         require(self.is_single, "several sums over samples", False, CACHE)
-        require(not self.grad, f"{self.words} that is trained", bends=True)
+        require(not self.grad, f"{self.words} that is trained", inexact=True)
         # S / S is 1, except where S is 0.
         is_one = self.alike in dict(self.m)
         require(not is_one, "a sum of weights, divided by itself")
@@ -342,8 +342,8 @@ def require_known(types, is_of_n=False):
     """Raises what is not known of one; `is_of_n` is whether n is its weight."""
     for v in types:
         if v.base == "T":
-            bends = v.why.kind == "bends" or (is_of_n and v.why.advice)
-            raise UnprovedError(v.why.reason, bends, v.why.advice)
+            inexact = v.why.kind == "inexact" or (is_of_n and v.why.advice)
+            raise UnprovedError(v.why.reason, inexact, v.why.advice)
 
 
 def unknown(what):
@@ -372,8 +372,8 @@ def plain(*vals, of="CR"):
     """Requires what is no statistic: samples, and what they share."""
     for v in vals:
         # Of a statistic, a rule that is not linear knows that it is bent.
-        bends = v.base == "S" or v.is_mixed or bool(v.m and not v.is_of_n)
-        require(v.base in of and not (bends or v.m), v.words, bends)
+        inexact = v.base == "S" or v.is_mixed or bool(v.m and not v.is_of_n)
+        require(v.base in of and not (inexact or v.m), v.words, inexact)
 
 
 def shared(*vals):
@@ -490,7 +490,7 @@ def added(vals):
     if "R" in bases:
         is_right = {v.m for v in vals if v.base == "R"} == {()}
         is_right &= sums == {(("n", -1),)} and not any(v.dims for v in means)
-        require(is_right, MIXED, bends=True)
+        require(is_right, MIXED, inexact=True)
         rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
         return rows.with_rows(mixed=True, uniform=False)
     what = "means over unlike numbers of things"

@@ -9,19 +9,23 @@ from accumodel._keras_and_tf.checks import InexactWarning
 _logger = logging.getLogger("accumodel")
 
 
-class Said:
-    """The verdict on a training, which gets worse, and no better."""
+class Verdict:
+    """The verdict on a training. What differs once stays so.
+
+    It begins with "exact for every batch", "exact for the first", "differs" or
+    "not made". These words are public, and are read here, so they stay.
+    """
 
     def __init__(self, accumulation):
         self._accumulation = accumulation
         self._verdict: str | None = None
         self._norms = ""  # what is said of normalizations
-        self._held = ""  # a warning that a step that fails would say better
+        self._held = ""  # a warning for when the step has run
         # What has warned. A warning that a filter raises comes again.
         self._warned: set = set()
 
     @property
-    def verdict(self):
+    def text(self):
         """What is said of the training."""
         verdict = self._verdict
         warned = self._accumulation.training.loss_weights.warned
@@ -43,7 +47,7 @@ class Said:
             self._accumulation.training.loss_weights.warned
         ):
             self._warn("verdict", text)
-        _logger.info("The check on the first batch: %s", self.verdict)
+        _logger.info("The check on the first batch: %s", self.text)
 
     def keep(self, verdict):
         """Keeps a verdict, unless another batch has told more."""
@@ -72,8 +76,8 @@ class Said:
         """Whether the verdict is for all batches so far, and later ones."""
         return (self._verdict or "").startswith("exact for every batch")
 
-    def what_is_held(self):
-        """Warns that nothing was compared, if the step has not said why."""
+    def warn_of_held(self):
+        """Warns that nothing was compared, if no step has failed and said why."""
         text, self._held = self._held, ""
         if text:
             warnings.warn(text, stacklevel=2)

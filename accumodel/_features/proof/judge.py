@@ -31,7 +31,7 @@ from accumodel._features.proof.types import (
     N,
     Origin,
     Proof,
-    Rows,
+    SampleRows,
     Type,
     UnprovedError,
     added,
@@ -231,7 +231,7 @@ def _judge(weight, loss):
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"
-        require(is_sum and not loss.m, what, bends=True)
+        require(is_sum and not loss.m, what, inexact=True)
         require(not _breaks(loss), MAY_BE_0)
         return "a sum over samples"
     is_guard = weight.base == "G"
@@ -240,17 +240,19 @@ def _judge(weight, loss):
     weight = weight if is_trained else weight.factor()
     # Sums may be alike by chance, and micro-batches of one size.
     names = {name for name, _ in (*loss.m, *weight.m)}
-    bends = bool(weight.m) and names <= {"n"}
+    inexact = bool(weight.m) and names <= {"n"}
     is_divisor = weight.base == "C" and [p for _, p in weight.m] == [1]
-    require(is_divisor, "its weight is no number of samples, and no sum", bends)
+    require(
+        is_divisor, "its weight is no number of samples, and no sum", inexact
+    )
     what = "a sum over samples, taken for a mean"
-    require(loss.m or not is_sum, what, bends)
+    require(loss.m or not is_sum, what, inexact)
     is_mean = is_sum and not power(loss.m, weight.m)
     what = f"{loss.words}, which is not divided by its weight"
     # No number of samples is the sum that divides a loss.
     is_other = is_sum and any(p < 0 for name, p in loss.m if name != "n")
     advice = WEIGHT * (weight.is_n and is_other)
-    require(is_mean or loss.is_shared, what, bends or advice, advice)
+    require(is_mean or loss.is_shared, what, inexact or advice, advice)
     # What is not a number is left out if it weighs nothing.
     breaks, stays = _breaks(loss), weight.entries.stays
     is_left_out = not (breaks and stays) and breaks <= {*dict(weight.m)}
@@ -314,7 +316,7 @@ def _types_of_data(analysis, data, spans_batches, lengths_alike):
         }
         if has_samples:
             dims = analysis.dims(x, 0, N)
-            types[x.ref()] = Type("R", dims, rows=Rows(), **known)
+            types[x.ref()] = Type("R", dims, rows=SampleRows(), **known)
         else:
             types[x.ref()] = Type("C", analysis.dims(x), **known)
     return types
