@@ -13,8 +13,8 @@ that is forgotten puts the seeds back.
 
 `RandomNumbers` is for the life of a model: where the cycle is, and where its
 seeds began. `Seeds`, for a fed batch, says where the rows of each micro-batch
-begin. `Draws`, for a micro-batch, says which draws have rows. `Rows`, in `rows`,
-is for one draw, and counts them.
+begin. `Draws`, for a micro-batch, says which draws have rows. `Rows`, in
+`rows`, is for one draw, and counts them.
 
 Draws without an axis of samples are the same for all micro-batches. What cannot
 be drawn from the middle, or is drawn in a loop, which may be over the samples,

@@ -77,7 +77,7 @@ class Verdict:
         return (self._verdict or "").startswith("exact for every batch")
 
     def warn_of_held(self):
-        """Warns that nothing was compared, if no step has failed and said why."""
+        """Warns that nothing was compared, unless a step has said why."""
         text, self._held = self._held, ""
         if text:
             warnings.warn(text, stacklevel=2)

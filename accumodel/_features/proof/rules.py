@@ -1,8 +1,8 @@
 """What operations do to samples: elementwise, along axes, contracted.
 
-A rule is a function with `@rule(names of operations)`; `ELEMENTWISE`, `LAST` and
-`TRANSPOSED` are tables of such names. It gets the analysis, the operation, and
-the types of its inputs. An operation on samples that no rule names is not
+A rule is a function with `@rule(names)` of operations; `ELEMENTWISE`, `LAST`
+and `TRANSPOSED` are tables of such names. It gets the analysis, the operation,
+and the types of its inputs. An operation on samples that no rule names is not
 proved.
 """
 
