@@ -405,7 +405,7 @@ UNKNOWN = {
             "if an even number": lambda n: tf.equal(n // 2 * 2, n),
         }.items()
     },
-    # What hardly ever inexact.
+    # What hardly ever is inexact.
     "clipped where nothing is": lambda b: tf.clip_by_value(
         mean(errors(b)), -1e6, 1e6
     ),

@@ -202,9 +202,10 @@ def limited(at, op, *vals):
         return by or vals[0]
     if by:
         is_any = by.grad and not by.entries.counts
-        least, most = -HUGE if is_any else 1e-4, HUGE if by.is_of_n else MUCH
+        least = -HUGE if is_any else 1e-4
+        most = HUGE if by.base == "C" else MUCH
         require_reached(by, number > least if is_least else number < most)
-    is_of_n = not is_least and any(v.is_of_n for v in vals)
+    is_of_n = not is_least and any(v.base == "C" and v.m for v in vals)
     require(not is_of_n, "the number of samples", inexact=True)
     return elementwise(at, op, *vals)
 
