@@ -274,5 +274,11 @@ RIGHT = {
 
 
 @pytest.mark.parametrize("name", RIGHT)
+def test_what_is_exact_is_proved(name):
+    assert prove(RIGHT[name], data()).kind == "exact"
+
+
+@pytest.mark.table
+@pytest.mark.parametrize("name", RIGHT)
 def test_what_is_proved_is_exact(name):
     train_both(functools.partial(model_of, RIGHT[name]), proof_of, *data())
