@@ -87,9 +87,15 @@ one weight is taken for all losses
 each replica has its own divisors
     divisors.of_batch: call sum_over_replicas => [samples, *own.values()]
 a loss is divided by its micro-batch
-    Divisors.shares.share: set own => whole
+    Divisors.share: set own => whole
 what a shape of outputs is in divides nothing
     _of_data: if Reshape => False
+what a loss calls is a loss by itself
+    record_loss: set place => len(lists[0]) - 1
+one mask for all samples is one of each
+    _with_key: if shape elements => mask is None
+rows that a loss drops are counted
+    of_losses: if upstream => False
 # test_distribution.py
 each replica judges by itself what is finite
     Engine._accepts: call sum_over_replicas => [bad]

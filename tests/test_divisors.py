@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 import pytest
+import tensorflow as tf
 from cases import DenseGradientEmbedding
 from helpers import (
     check_exact,
@@ -12,6 +13,8 @@ from helpers import (
     through_python,
     weekly,
 )
+
+from accumodel import AccumulatingModel, InexactWarning
 
 layers, losses = keras.layers, keras.losses
 
@@ -49,6 +52,18 @@ class Limit(layers.Layer):
         if len(x) > 5:
             raise MemoryError
         return x
+
+
+class Focal(losses.Loss):
+    """Weighs what another loss computes."""
+
+    def __init__(self):
+        super().__init__()
+        self.each = losses.SparseCategoricalCrossentropy(reduction="none")
+
+    def call(self, y_true, y_pred):
+        loss = self.each(y_true, y_pred)
+        return (1 - keras.ops.exp(-loss)) ** 2 * loss
 
 
 class Adds(layers.Layer):
@@ -126,6 +141,7 @@ PROGRAMS = {
         [CLASS[0], NUMBER],
         None,
     ),
+    "a loss of a loss": ([ONE, TWO], [Focal(), CROSS], [*CLASS], None),
     "a sum and a mean": ([PLAIN, PLAIN], [SUM, "mse"], [NUMBER] * 2, None),
     "a loss of a layer and a mask": ([("adds", 0)], CROSS, CLASS[0], None),
     "an activity and a mask": ([ONE], CROSS, CLASS[0], None),
@@ -175,6 +191,7 @@ DAILY = {
     "two masks": "split",
     "`ignore_class` and a mean": "xla",
     "an activity and a mask": "eager",
+    "a loss of a loss": "split",
 }
 ROWS = [
     (name, way) if DAILY.get(name) == way else weekly(name, way)
@@ -206,3 +223,112 @@ def test_replicas_share_what_losses_are_divided_by(name, kwargs):
         kwargs | {"skip_nonfinite": True},
         strategy=mirrored(2),
     )
+
+
+class Frequent(layers.Embedding):
+    """Masks all but some tokens: others, when it is told so."""
+
+    most = 4
+
+    def compute_mask(self, inputs, mask=None):
+        return inputs < self.most
+
+
+class OfAll(layers.Layer):
+    """Has one mask for all samples."""
+
+    def call(self, x):
+        return x
+
+    def compute_mask(self, inputs, mask=None):
+        return keras.ops.arange(STEPS)[None] < 3
+
+
+def two_heads_of(layer):
+    """Returns a function of a class to a model of a mask, and of a mean."""
+
+    def make(base):
+        inputs = keras.Input((STEPS,), dtype="int32")
+        x = layer(inputs)
+        plain = layers.Dense(1)(keras.ops.mean(x, 1))
+        return base(inputs, [layers.Dense(CLASSES, "softmax")(x), plain])
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "run_eagerly", [False, weekly(True)], ids=["graph", "eager"]
+)
+def test_a_mask_may_change_between_fits(run_eagerly):
+    def run(base, **kwargs):
+        embed = Frequent(TOKENS, 4)
+        model = two_heads_of(embed)(base)
+        sgd = keras.optimizers.SGD(0.1)
+        model.compile(sgd, [CROSS, "mse"], run_eagerly=run_eagerly, **kwargs)
+        for embed.most in (4, 6):
+            model.make_train_function(force=True)
+            model.fit(
+                X[1],
+                [CLASS[1], NUMBER],
+                batch_size=BATCH,
+                shuffle=False,
+                verbose=0,
+            )
+        return model
+
+    check_exact(run, {"micro_batch_size": 5})
+
+
+def test_a_mask_may_be_one_for_all_samples():
+    def run(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        embed = keras.Sequential([DenseGradientEmbedding(TOKENS, 4), OfAll()])
+        model = compiled(
+            two_heads_of(embed)(base), "sgd", [CROSS, "mse"], **kwargs
+        )
+        y = [CLASS[1], NUMBER]
+        model.fit(X[1], y, batch_size=BATCH, shuffle=False, verbose=0)
+        return model
+
+    check_exact(run, {"micro_batch_size": 5})
+
+
+# Of losses that are divided by what no data tells, or are added to a vector.
+REFUSED = {
+    "sums and means": losses.MeanSquaredError(reduction=None),
+    "different masks": lambda y, p: tf.boolean_mask(
+        losses.mean_squared_error(y, p), y[:, 0] > 0
+    ),
+}
+
+
+@pytest.mark.parametrize("text", REFUSED)
+def test_what_has_no_divisor_of_data_is_told(text):
+    model = compiled(
+        model_of(ONE, PLAIN)(AccumulatingModel),
+        "sgd",
+        [CROSS, REFUSED[text]],
+        micro_batch_size=5,
+    )
+    with pytest.raises((InexactWarning, ValueError), match=text):
+        model.fit(X, [CLASS[0], NUMBER], batch_size=BATCH, verbose=0)
+
+
+def test_nothing_is_told_if_nothing_is_split():
+    model = compiled(
+        model_of(ONE, TWO)(AccumulatingModel),
+        "sgd",
+        [CROSS] * 2,
+        skip_nonfinite=True,
+    )
+    model.fit(X, [*CLASS], batch_size=BATCH, verbose=0)
+
+
+def test_train_on_batch_takes_arrays_in_eager_steps():
+    def run(base, **kwargs):
+        model = model_of(ONE, TWO)(base)
+        model.compile("sgd", [CROSS] * 2, run_eagerly=True, **kwargs)
+        model.train_on_batch([x[:BATCH] for x in X], [y[:BATCH] for y in CLASS])
+        return model
+
+    check_exact(run, {"micro_batch_size": 5})

@@ -186,7 +186,19 @@ def means_of_tenths(b, dtype):
 
 
 # What is not exact: a function is a loss. Here, a statistic is said to bend.
+def f32(x):
+    return tf.cast(x, "float32")
+
+
+def rounded(x):
+    """Numbers of fewer bits, in as many bytes."""
+    return f32(tf.cast(x, "bfloat16"))
+
+
 BENT = {
+    "a sum, for each that is chosen": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0, total(errors(b)), 0.0)
+    ),
     # Those of a first version.
     "M1": weighed(trained),
     "M1: rows of a table": weighed(looked_up),
@@ -422,6 +434,10 @@ UNKNOWN = {
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
+    "sums of numbers in as many bytes": Program(
+        lambda b: over(b, rounded(tf.cast(tf.square(b.x), "float16"))),
+        lambda b: total(f32(tf.cast(tf.square(b.x), "float16"))),
+    ),
     "sums of a mean of integers": Program(
         lambda b: over(b, means_of_tenths(b, "int32")),
         lambda b: total(means_of_tenths(b, "float32")),

@@ -20,6 +20,7 @@ from accumodel._keras_and_tf import (
 from accumodel._micro_batch import weights
 from accumodel._micro_batch.forward_backward import forward
 from accumodel._micro_batch.micro_batches import (
+    as_tensors,
     count_samples,
     one_step,
     tensors_in,
@@ -34,24 +35,19 @@ def of_batch(plan, data):
     """
     if not _may_have_several(plan, data):
         return None
-    known, specs = (
-        plan.accumulation.training.loss_weights,
-        rehearsal.specs_of(data),
-    )
-    found = known.divisors
-    key = str((keras.tree.map_structure(type, data), specs, known.share))
-    if key not in found:
-        found[key] = replicas.in_new_thread(_find, plan, data, specs)
-    if found[key] is None:
+    data = as_tensors(data)
+    # In each trace, and for each batch of eager code: masks may have changed.
+    function = replicas.in_new_thread(_find, plan, data)
+    if function is None:
         return None
-    own = found[key](*tensors_in(rehearsal.leaves_of(data)))
+    own = function(*tensors_in(rehearsal.leaves_of(data)))
     samples = tf.cast(count_samples(data), tf.float64)
     sums = replicas.sum_over_replicas([samples, *own.values()])
     samples, *sums = [tf.identity(each, graphs.OF_ALL) for each in sums]
     return weights.Divisors(samples, dict(zip(own, sums, strict=True)))
 
 
-def _find(plan, data, specs):
+def _find(plan, data):
     """Returns a function of a batch to what divides its losses, or `None`."""
     of_losses = plan.accumulation.training.loss_weights.of_losses
 
@@ -62,6 +58,7 @@ def _find(plan, data, specs):
             forward(plan.model, True, x, y, sample_weight)
             return of_losses(batch)
 
+    specs = rehearsal.specs_of(data)
     function = rehearsal.rehearse(plan.model, divide, *specs).function
     is_one = function is None or not function.structured_outputs
     return None if is_one else graphs.lifted(function)
@@ -93,9 +90,11 @@ def _may_have_several(plan, data):
     weighs |= any(
         getattr(loss, "ignore_class", None) is not None
         or getattr(loss, "reduction", "mean") in weights.SUMS
+        or (not isinstance(loss, str | None) and not checks.is_ours(type(loss)))
         for loss in losses
     )
-    return weighs and (adds or len(keras.tree.flatten(y)) > 1)
+    terms = max(len(losses), len(keras.tree.flatten(y)))
+    return weighs and (adds or terms > 1)
 
 
 def _is_own(layer, name):

@@ -171,7 +171,8 @@ losses = Hook("losses", _find_losses)
 def recorded_reductions(scale=None):
     """Scope in which a list of `Reduction` grows as losses are called.
 
-    `scale` takes each, and its loss, and returns what that is to be.
+    `scale` takes each, its loss, and its place in the list, if it is no part of
+    another one. It returns what the loss is to be.
     """
     # The lists of the scope, and of each loss that is being called.
     lists: list[list] = [[]]
@@ -203,7 +204,8 @@ def recorded_reductions(scale=None):
             data=args[:2],
         )
         lists[-1].append(own)
-        return loss if scale is None else scale(own, loss)
+        place = len(lists[0]) - 1 if len(lists) == 1 else None
+        return loss if scale is None else scale(own, loss, place)
 
     with losses(reduce_weighted_values=record_values, __call__=record_loss):
         yield lists[0]

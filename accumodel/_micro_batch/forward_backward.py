@@ -36,7 +36,7 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     is_default = not accumulation.overrides("compute_loss")
     scale: typing.Any = weights.shared_by_replicas if is_default else None
     if step is not None and step.divisors is not None:
-        scale = step.divisors.shares(step.data)
+        scale = step.divisors.share
     with hooks.recorded_reductions(scale) as reductions:
         loss = call_compute_loss(*given)
     if step is not None:

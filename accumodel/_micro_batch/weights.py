@@ -29,6 +29,7 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import checks, hooks, private_names, replicas
+from accumodel._keras_and_tf.graphs import upstream
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -61,22 +62,18 @@ class Divisors(typing.NamedTuple):
     samples: typing.Any  # N
     of_losses: dict  # D by the place of a loss, if it is not N; of a sum 1
 
-    def shares(self, data):
-        """Returns what gives the losses of a micro-batch, in their order."""
-        places = itertools.count()
-        samples = tf.cast(count_samples(data), tf.float64)
-
-        def share(reduction, loss):
-            loss = shared_by_replicas(reduction, loss)
-            whole = self.of_losses.get(next(places))
-            if whole is None:  # it is divided by the samples
-                return loss
-            whole = tf.math.divide_no_nan(whole * samples, self.samples)
+    def share(self, reduction, loss, place):
+        """Returns the loss at a place of a micro-batch, as it counts."""
+        loss = shared_by_replicas(reduction, loss)
+        whole = self.of_losses.get(place)
+        if whole is None:  # it is divided by the samples
+            return loss
+        samples = tf.cast(count_samples(current_step().data), tf.float64)
+        whole = tf.math.divide_no_nan(whole * samples, self.samples)
+        with hooks.losses.none():  # this is no loss
             own = tf.cast(_divisor(reduction), tf.float64)
-            ratio = tf.math.divide_no_nan(whole, own)
-            return tf.math.divide_no_nan(loss, tf.cast(ratio, loss.dtype))
-
-        return share
+        ratio = tf.math.divide_no_nan(whole, own)
+        return tf.math.divide_no_nan(loss, tf.cast(ratio, loss.dtype))
 
 
 class LossWeights:
@@ -87,10 +84,8 @@ class LossWeights:
         self.warned: set[str] = set()
         # Whether the arrays of sample weights that `fit`, or `evaluate`, was
         # given for several outputs are one: now, and by functions.
-        self.share = False
+        self._share = False
         self._shared: dict = {}
-        # What gives the `Divisors` of a batch, by its specs.
-        self.divisors: dict = {}
 
     def with_arrays(self, name, arguments):
         """Returns a scope in which a function gets these arguments."""
@@ -101,7 +96,7 @@ class LossWeights:
         if self._shared.setdefault(name, share) != share:
             self._shared[name] = share
             setattr(self._model, f"{name}_function", None)  # of the other
-        return hooks.replaced(self, "share", share)
+        return hooks.replaced(self, "_share", share)
 
     def weight(self, plan, data):
         """Returns the weight of the last micro-batch, `None` if it is a sum."""
@@ -125,7 +120,7 @@ class LossWeights:
         vectors = summed_losses(self._model, data)
         if vectors:
             divisors.setdefault(None)
-        if len(divisors) > 1 and plan.has_whole_loss:
+        if len(divisors) > 1 and _is_any(plan):
             return samples
         if [*divisors] == [None]:
             return None  # the check on the first batch tells of scalars
@@ -166,8 +161,11 @@ class LossWeights:
         keys = {*self._of_model(reductions)}
         if any(is_single(loss, data) for loss in added_losses(self._model)):
             keys.add(_SAMPLES)
-        combines = any(reduction.inner for reduction in reductions)
+        combines = any(x.inner or x.reduction in UNREDUCED for x in reductions)
         if len(keys) < 2 or combines or summed_losses(self._model, data):
+            return {}
+        values = filter(tf.is_symbolic_tensor, (x.values for x in reductions))
+        if any(op.type == "Where" for op in upstream(values)):  # drops rows
             return {}
         reductions = [x._replace(mask=_of_data(x.mask)) for x in reductions]
         return {
@@ -246,10 +244,11 @@ class LossWeights:
             return {None: None}
         weighed = mask is not None or sample_weight is not None
         if name == "mean_with_sample_weight" and weighed:
-            weights = None if self.share else id(sample_weight)
+            weights = None if self._share else id(sample_weight)
             return {("weights", id(mask), weights): _divisor(reduction)}
         elements = tf.cast(tf.size(values, out_type=tf.int64), _dtype(values))
-        if mask is None:
+        # All samples may have one mask.
+        if mask is None or mask.shape[:1] == [1] != values.shape[:1]:
             return {_SAMPLES: elements}
         # A mask counts its own elements; each may be several of the values.
         sizes = {x.shape[1:].num_elements() for x in (values, mask)}
@@ -289,7 +288,7 @@ class LossWeights:
     def _warn(self, message):
         # The loss may be that of all samples, which is exact.
         plan = current_step().plan
-        if not plan.has_whole_loss and message not in self.warned:
+        if not _is_any(plan) and message not in self.warned:
             self.warned.add(message)
             warnings.warn(message, checks.InexactWarning, stacklevel=2)
 
@@ -301,6 +300,13 @@ def _advice(plan, others=""):
         return text[0].upper() + text[1:]
     large = "Feed the large batch with `micro_batch_size` instead of"
     return f"{large} `accum_steps`, which is exact. Or {text}"
+
+
+def _is_any(plan):
+    """Whether any weight is right: an update has one loss, of all samples."""
+    has_parts = plan.is_split or plan.accumulation.spans_batches
+    has_parts |= plan.is_custom or replicas.count_replicas() > 1
+    return plan.has_whole_loss or not has_parts
 
 
 def _divisor(reduction):
@@ -366,7 +372,7 @@ def _is_mean(reduction):
     return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
-def shared_by_replicas(reduction, loss):
+def shared_by_replicas(reduction, loss, place=None):
     """Returns a loss divided by the number of replicas, if it is a mean."""
     # Keras divides a mean by it once. It does not divide a scalar loss, and
     # divides a composite loss under a mask twice.
