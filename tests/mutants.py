@@ -93,7 +93,7 @@ what a shape of outputs is in divides nothing
 what a loss calls is a loss by itself
     record_loss: set place => len(lists[0]) - 1
 one mask for all samples is one of each
-    _with_key: if shape elements => mask is None
+    _with_key: if shape => mask is None
 rows that a loss drops are counted
     of_losses: if upstream => False
 # test_distribution.py
