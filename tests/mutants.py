@@ -353,6 +353,8 @@ evaluate does not cut
 a step of the instance is forgotten
     hooks.replaced: call update => None
 # test_state.py
+states of a loaded cycle stay as they were
+    KeptStates.load_cycle: if held => False
 a file may lack a sum
     cycles._require_fitting: call get given => ()
 weights that are set keep the cycle

@@ -218,6 +218,29 @@ def test_for_inference_a_file_holds_weights_and_nothing_else(tmp_path):
     assert distance(model, written) == 0
 
 
+def test_a_loaded_cycle_that_is_applied_moves_states_once(tmp_path):
+    """Such as those of a power iteration, which no sample changes."""
+    x = np.random.default_rng(0).normal(size=(8, 3))
+    y, path = x[:, :1], tmp_path / "mid.weights.h5"
+
+    def make(base, **kwargs):
+        keras.utils.set_random_seed(0)
+        layer = keras.layers.SpectralNormalization(keras.layers.Dense(1))
+        return compiled(chain(base, (3,), layer), "sgd", "mse", **kwargs)
+
+    plain = make(keras.Model)
+    plain.train_on_batch(x, y)
+    model = make(AccumulatingModel, accum_steps=3)
+    for part in (slice(4), slice(4, 8)):
+        model.train_on_batch(x[part], y[part])
+    model.save_weights(path)
+    model = make(AccumulatingModel, accum_steps=3)
+    model.optimizer.build(model.trainable_variables)
+    model.load_weights(path)
+    model.apply_accumulated_gradients()
+    assert distance(model, plain) < 1e-6
+
+
 def test_plain_keras_refuses_a_file_of_mid_cycle(mid_cycle_file):
     with pytest.raises(ValueError, match="expected 0 variables, but received"):
         plain().load_weights(mid_cycle_file)

@@ -99,6 +99,23 @@ class KeptStates:
             state.assign(tf.where(is_new, new, state))
         self.forget()
 
+    def save_cycle(self):
+        """Returns what a file holds of them, in a dict of arrays."""
+        places = {id(v): i for i, v in enumerate(self._model.weights)}
+        return {
+            f"state_{places[key]}": new.numpy()
+            for key, (_, new, is_new) in self._kept.items()
+            if key in places and is_new.numpy()
+        }
+
+    def load_cycle(self, held):
+        """Goes on from what `save_cycle` returned, if a file has it."""
+        for place, variable in enumerate(self._model.weights):
+            if f"state_{place}" in held:
+                _, new, is_new = self._kept_of(variable)
+                new.assign(held[f"state_{place}"])
+                is_new.assign(True)
+
     def forget(self):
         """Leaves the states as they were when the cycle began."""
         for _, _, is_new in self._kept.values():

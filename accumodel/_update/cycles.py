@@ -16,6 +16,8 @@ the weights, and for each accumulator of the model, arrays with these names:
 |                 | next only of the model's own accumulator                   |
 | `seed_4`        | of the fifth of the model's variables, a seed: its state,  |
 |                 | and that when the cycle began                              |
+| `state_5`       | what the sixth of its weights becomes when the cycle ends, |
+|                 | if it is a state that no sample changes                    |
 | `checksum`      | uint32, a CRC-32 of the others; older files have none      |
 
 Sums and totals are those of one device, on any number of replicas.
@@ -166,6 +168,7 @@ class Cycles:
             cycle = read_cycle(accumulator, self.model)
             if is_own and numbers is not None:
                 cycle |= numbers.save_cycle()
+                cycle |= numbers.accumulation.training.states.save_cycle()
             cycle["checksum"] = _checksum(cycle)
             for name, value in cycle.items():
                 store[f"{_PREFIX}{attribute}:{name}"] = value
@@ -185,7 +188,9 @@ class Cycles:
         for attribute, cycle in cycles.items():
             write_cycle(found[attribute], cycle)
         if numbers is not None:
-            numbers.load_cycle(cycles.get(OWN, {}))
+            own = cycles.get(OWN, {})
+            numbers.load_cycle(own)
+            numbers.accumulation.training.states.load_cycle(own)
         self.is_live = False
 
 
