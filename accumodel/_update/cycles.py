@@ -93,7 +93,7 @@ class Cycles:
         accumulator.follow(options.accum_steps, numbers)
         model._gradient_accumulator = accumulator
 
-    def require_saved(self, accumulator, in_step):
+    def require_held(self, accumulator, in_step):
         """Raises if the model does not know an accumulator of its step."""
         own = {*map(id, self.model.trainable_weights)}
         is_ours = in_step or not own.isdisjoint(map(id, accumulator.variables))
