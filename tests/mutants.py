@@ -222,6 +222,10 @@ an update moves weights before all of the hook is done
 an overflow is hidden by process_gradients
     process: set is_finite => True
 # test_proof.py
+whether n is more than 1 is settled
+    compared: set is_settled => by.is_count and number <= 1
+1 and a mean is never 0
+    affine: if counts => not is_more or {v.base for v in vals} != {*"CS"}
 a mean that its weight did not divide is proved
     _judge: set is_mean => True
 batches of unlike lengths in one update are proved
@@ -249,10 +253,12 @@ arrays are as long as others if none asks
 sequences are reversed along the samples
     reversed_rows: set is_own => True
 # test_proof_of_masks.py
+what is chosen if a mask is empty does not matter
+    guarded: set is_right => is_ratio or not b.grad
 a sum of a mask that is 2 or more is one that is not 0
     limited: if is_of_mask => by and is_least and by.is_of_mask
 weights are whole numbers
-    divided: call require counts => None
+    require_mask: call require => None
 a mask that may be empty, divided by itself, is 1
     require_owed: call require => None
 a mask is 0 where it is 0, and may be divided by itself

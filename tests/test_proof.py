@@ -176,7 +176,7 @@ def compared(b):
 
 
 def affine(factor):
-    """A divisor that is never near 0."""
+    """A divisor that is never near 0, where rounding is all there is."""
     return lambda b: total(b.y**2) / count(b.y) * factor + 1.0
 
 
@@ -291,6 +291,9 @@ BENT = {
     ),
     # Limits.
     "by at most two": lambda b: total(errors(b)) / tf.minimum(count(b.y), 2),
+    "as many numbers as samples": lambda b: mean(
+        tf.math.top_k(b.p, tf.shape(b.p)[0]).values
+    ),
     "a mean, or 0": lambda b: tf.maximum(mean(b.p), 0.0),
     "one of two means, by samples": lambda b: mean(
         tf.where(b.y[:, 0, 0] > 0.5, mean(errors(b)), mean(b.p))
@@ -355,30 +358,6 @@ UNKNOWN = {
         )[1]
         / count(b.p)
     ),
-    "as many numbers as samples": lambda b: mean(
-        tf.math.top_k(b.p, tf.shape(b.p)[0]).values
-    ),
-    "an affine divisor": weighed(lambda b: count(b.y) * affine(2)(b)),
-    "times a power": lambda b: total(errors(b)) * count(b.p) ** -1,
-    "times an inverse": lambda b: (
-        total(errors(b)) * tf.math.reciprocal(3 * count(b.p))
-    ),
-    **{
-        f"{name}, or nothing": lambda b, some=some: tf.cond(
-            some(b), lambda: mean(errors(b)), lambda: 0.0
-        )
-        for name, some in {
-            "if there are numbers": lambda b: tf.size(b.p) > 0,
-            "unless there are none": lambda b: ~tf.equal(tf.size(b.p), 0),
-            "if there are some": lambda b: tf.shape(b.p)[0] >= 1,
-            "unless there is less than one": lambda b: tf.not_equal(
-                tf.shape(b.p)[0] < 1, True
-            ),
-            "if there are as many": lambda b: tf.equal(
-                tf.shape(b.p)[0], tf.shape(b.y)[0]
-            ),
-        }.items()
-    },
     "by two roots": lambda b: (
         total(errors(b)) / tf.sqrt(count(b.p)) / tf.sqrt(count(b.p))
     ),
@@ -428,12 +407,12 @@ UNKNOWN = {
         mean(errors(b)) < 1e9, lambda: mean(errors(b)), lambda: 0.0
     ),
     "a mean, at least 0": lambda b: tf.maximum(mean(tf.square(b.p)), 0.0),
-    "a mean, at most 100": lambda b: tf.minimum(mean(errors(b)), 100.0),
     "one loss for each, or a mean, by what is shared": lambda b: mean(
         tf.where(b.kernel[0, 0] > 0, errors(b), mean(errors(b)))
     ),
     # Keys of divisors.
     "sums of two arrays": Program(lambda b: over(b, b.x), lambda b: total(b.y)),
+    "a mean, at most 100": lambda b: tf.minimum(mean(errors(b)), 100.0),
     "sums of numbers in as many bytes": Program(
         lambda b: over(b, rounded(tf.cast(tf.square(b.x), "float16"))),
         lambda b: total(f32(tf.cast(tf.square(b.x), "float16"))),
@@ -632,12 +611,14 @@ WEIGHTS = {
 }
 
 
+@pytest.mark.parametrize("more", [0, 1])
 @pytest.mark.parametrize("name", WEIGHTS)
-def test_weights_that_may_be_negative_are_a_condition(name):
+def test_weights_that_may_be_negative_are_a_condition(name, more):
     rows, is_condition = WEIGHTS[name]
 
     def divisor(b):
-        return total(rows(b))
+        d = total(rows(b))
+        return count(b.y) * (d / count(b.y) + more) if more else d
 
     def summed(b):
         ones = [1] * (rows(b).shape.rank - 1)
@@ -663,8 +644,8 @@ RIGHT = {
     "one loss for each, and means": lambda b: (
         mean(b.p) + 0.3 * (errors(b) + mean(tf.abs(b.p))) / 3 - mean(b.kernel)
     ),
-    "one loss for each, and a mean, by their number": weighed(
-        lambda b: count(b.y),
+    "one loss for each, and a mean, over a mask": weighed(
+        lambda b: total(masks(b)) + count(b.y),
         lambda b: total(-(errors(b) - 2 * mean(errors(b)))[:, None]),
     ),
     "with what is shared": lambda b: 3 * mean(errors(b)) + total(b.kernel**2),
@@ -688,6 +669,7 @@ RIGHT = {
         lambda b: total(masks(b)),
         lambda b: total(tf.where(b.y > 0.5, b.p, tf.zeros_like(b.p))[None]),
     ),
+    "an affine divisor": weighed(lambda b: count(b.y) * affine(2)(b)),
     "time steps of unknown length": lambda b: mean(
         tf.square(tf.reshape(b.p, [-1, WIDTH]) - tf.reshape(b.y, [-1, 3]))
     ),
@@ -708,6 +690,26 @@ RIGHT = {
         total(errors(b)) / tf.cast(tf.maximum(1, tf.shape(b.p)[0]), "float32")
     ),
     "by next to nothing more": lambda b: total(errors(b)) / (count(b.p) + 1e-7),
+    "times a power": lambda b: total(errors(b)) * count(b.p) ** -1,
+    "times an inverse": lambda b: (
+        total(errors(b)) * tf.math.reciprocal(3 * count(b.p))
+    ),
+    **{
+        f"{name}, or nothing": lambda b, some=some: tf.cond(
+            some(b), lambda: mean(errors(b)), lambda: 0.0
+        )
+        for name, some in {
+            "if there are numbers": lambda b: tf.size(b.p) > 0,
+            "unless there are none": lambda b: ~tf.equal(tf.size(b.p), 0),
+            "if there are some": lambda b: tf.shape(b.p)[0] >= 1,
+            "unless there is less than one": lambda b: tf.not_equal(
+                tf.shape(b.p)[0] < 1, True
+            ),
+            "if there are as many": lambda b: tf.equal(
+                tf.shape(b.p)[0], tf.shape(b.y)[0]
+            ),
+        }.items()
+    },
     "values by their places": lambda b: mean(
         keras.ops.take_along_axis(
             b.p, tf.cast(2 * b.y[:, :, :1], "int32") % WIDTH, axis=-1

@@ -78,7 +78,7 @@ class TrainedInside:
     def loss(self, b):
         rows, d = tf.ones_like(b.y[:, 0, 0]), total(few(b))
         share = tf.cond(
-            b.kernel[0, 0] < 9.0,
+            d > 0.0,
             lambda: total(few(b)[:, None, None] * (b.x @ b.variable) ** 2) / d,
             lambda: 0.0,
         )
@@ -96,8 +96,11 @@ BENT = {
         trained.loss, trained.weight
     ),
     "a mask of two or more": guarded(lambda s, d: s / tf.maximum(d, 2.0)),
-    "whether a mask has more than two": guarded(
-        lambda s, d: tf.cond(d > 2.0, lambda: s / d, lambda: 0.0 * s)
+    "whether a mask has two": guarded(
+        lambda s, d: tf.cond(d > 1.0, lambda: s / d, lambda: 0.0 * s)
+    ),
+    "a term by whether there are some": lambda b: tf.cond(
+        total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
     ),
     "a weight that is never 0": Program(
         guarded(ratio).loss, lambda b: tf.maximum(total(few(b)), 1.0)
@@ -167,36 +170,6 @@ UNKNOWN = {
         ),
         lambda b: total(few(b)),
     ),
-    "a term by whether there are some": lambda b: tf.cond(
-        total(b.y) > 0.0, lambda: mean(errors(b)), lambda: 2 * mean(errors(b))
-    ),
-    "a mask, by 1 instead of 0": guarded(
-        lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
-    ),
-    "nothing if a mask is empty": guarded(
-        lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
-    ),
-    "nothing unless a mask has some": guarded(
-        lambda s, d: tf.cond(d > 0.0, lambda: s / d, lambda: 0.0 * s)
-    ),
-    "what a mask leaves, if any": Program(
-        lambda b: tf.cond(
-            tf.reduce_any(b.y[:, 1:, 0] > 1.5),
-            lambda: total(b.p[:, 1:, 0] * late(b)) / total(late(b)),
-            lambda: 0.0 * total(b.p),
-        ),
-        lambda b: total(late(b)),
-    ),
-    "nothing if a mask has less than one": guarded(
-        lambda s, d: tf.where(tf.greater(1.0, d), 0.0, s / d)
-    ),
-    "nothing if a mask has none or less": guarded(
-        lambda s, d: tf.where(d <= 0.0, 0.0, s / d)
-    ),
-    "a mask, by at least 1 and no limit": guarded(
-        lambda s, d: s / tf.clip_by_value(d, 1.0, float("inf"))
-    ),
-    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
     "not a number": guarded(
         lambda s, d: tf.where(tf.math.is_nan(s / d), 0.0, s / d)
     ),
@@ -239,16 +212,43 @@ def test_what_is_not_exact_is_not_proved(name):
 
 
 @tf.function(autograph=False)
-def divided(s, divisor):
-    return s / divisor
+def divided_if_any(s, divisor, is_any):
+    return tf.cond(is_any, lambda: s / divisor, lambda: 0.0 * s)
 
 
 RIGHT = {
     "a mask that may be empty": guarded(lambda s, d: s / d),
     "a mask, by at least 1": guarded(lambda s, d: s / tf.maximum(d, 1.0)),
+    "a number less a mask": guarded(lambda s, d: 1.0 - ratio(s, d)),
+    "a mask, by 1 instead of 0": guarded(
+        lambda s, d: s / tf.where(tf.equal(d, 0.0), tf.ones_like(d), d)
+    ),
     "a mask, and next to nothing": guarded(lambda s, d: s / (d + 1e-7)),
-    "a mask, by at least 1, in a function": guarded(
-        lambda s, d: divided(s, tf.maximum(d, 1.0))
+    "nothing if a mask is empty": guarded(
+        lambda s, d: tf.where(d >= 1.0, s / d, 0.0)
+    ),
+    "nothing unless a mask has some": guarded(
+        lambda s, d: tf.cond(d > 0.0, lambda: s / d, lambda: 0.0 * s)
+    ),
+    "what a mask leaves, if any": Program(
+        lambda b: tf.cond(
+            tf.reduce_any(b.y[:, 1:, 0] > 1.5),
+            lambda: total(b.p[:, 1:, 0] * late(b)) / total(late(b)),
+            lambda: 0.0 * total(b.p),
+        ),
+        lambda b: total(late(b)),
+    ),
+    "nothing if a mask has less than one": guarded(
+        lambda s, d: tf.where(tf.greater(1.0, d), 0.0, s / d)
+    ),
+    "nothing if a mask has none or less": guarded(
+        lambda s, d: tf.where(d <= 0.0, 0.0, s / d)
+    ),
+    "a mask, by at least 1 and no limit": guarded(
+        lambda s, d: s / tf.clip_by_value(d, 1.0, float("inf"))
+    ),
+    "a mask, by at least 1, in a function and a condition": guarded(
+        lambda s, d: divided_if_any(s, tf.maximum(d, 1.0), d > 0.0)
     ),
     "squares of what a mask leaves": weighed(
         lambda b: total(few(b)),

@@ -13,6 +13,7 @@ from accumodel._features.proof.rules import (
     KEPT,
     RULES,
     apply_rule,
+    guarded,
     is_number,
     rule,
 )
@@ -216,7 +217,7 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return vals[2].with_entries(stays=True)
+            return vals[2].with_entries(stays=1)
         if MOMENTS in op.name or OF_ALL in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)
@@ -258,18 +259,22 @@ class Analysis:
         names = ["then_branch", "else_branch"]
         names = ["branches"] if "Case" in op.type else names
         branches = tf.nest.flatten([op.get_attr(name) for name in names])
-        what = f"{decides.words}, as a condition"
-        require(decides.is_shared, what, inexact=True)
+        join = self.joined
+        if decides.base in "AZ":
+            join = lambda a, b, _: guarded(decides, a, b)  # noqa: E731
+        else:
+            what = f"{decides.words}, as a condition"
+            require(decides.is_shared, what, inexact=True)
         results = [self._call(op, branch, vals) for branch in branches]
-        join = functools.partial(self._joined_outputs, op)
+        join = functools.partial(self._joined_outputs, op, join)
         return functools.reduce(join, results)
 
-    def _joined_outputs(self, op, some, others):
+    def _joined_outputs(self, op, join, some, others):
         """Returns the types of outputs that are the one or the other."""
         joined = []
         for i, (a, b) in enumerate(zip(some, others, strict=True)):
             try:
-                joined.append(self.joined(a, b, f"{op.name}:{i}"))
+                joined.append(join(a, b, f"{op.name}:{i}"))
             except UnprovedError as error:
                 joined.append(self._refused(op, error))
         return joined
@@ -277,11 +282,12 @@ class Analysis:
     @rule("While StatelessWhile")
     def looped(self, op, *vals):
         """Returns the types that the values of a loop have in all its steps."""
+        join = functools.partial(self._joined_outputs, op, self.joined)
         before, now = None, [v.renamed() for v in vals]
         for _ in range(12):
             if now != before:
                 after = self._call(op, op.get_attr("body"), now)
-                before, now = now, self._joined_outputs(op, now, after)
+                before, now = now, join(now, after)
         require(now == before, "a loop that does not settle")
         (goes_on,) = self._call(op, op.get_attr("cond"), now)
         if goes_on.base == "T":
@@ -311,7 +317,7 @@ class Analysis:
         else:
             one = added([dataclasses.replace(v, dims=()) for v in (a, b)])
         known = either([a, b])
-        stays = known.stays or one.entries.stays
+        stays = max(known.stays, one.entries.stays)
         return one.but(
             dims=dims,
             content=a.content if a.content == b.content else None,

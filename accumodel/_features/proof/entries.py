@@ -21,8 +21,8 @@ _FIRST, _OTHERS, _ALL = slice(1), slice(1, None), slice(None)
 _OF = {
     # As they are, but in other places.
     """
-    BroadcastTo ExpandDims GatherV2 MirrorPad Pad Reshape ReverseV2 Roll Slice
-    SplitV Squeeze StridedSlice Tile Transpose Unpack
+    BroadcastTo ExpandDims GatherNd GatherV2 MirrorPad Pad Reshape ReverseV2
+    Roll Slice SplitV Squeeze StridedSlice Tile Transpose Unpack
     """: (_FIRST, ZERO),
     "Fill Split": (_OTHERS, ZERO),
     "OneHot": (slice(2, None), ZERO),
@@ -31,7 +31,7 @@ _OF = {
     "PadV2": (slice(0, None, 2), ZERO),
     # One by one.
     "Abs Relu Square": (_FIRST, TRUTHS),
-    "SelectV2": (_OTHERS, TRUTHS),
+    "Select SelectV2": (_OTHERS, TRUTHS),
     "Mul MulNoNan": (_ALL, TRUTHS),
     "Tanh": (_FIRST, POSITIVE),
     "DivNoNan RealDiv": (_ALL, POSITIVE),
@@ -68,7 +68,7 @@ def entries_of(op, x, v, vals):
         counts = max(counts, POSITIVE)
     if x.dtype.is_bool:
         counts = TRUTHS
-    if v.base == "G":
+    if v.base in "GAZ":
         counts = known.counts
     every = either([v, *vals])
     # A sum of a mask is not within itself: divided by itself, it is not 1.
@@ -77,5 +77,5 @@ def entries_of(op, x, v, vals):
         counts=0 if x.dtype.is_complex else counts,
         within=union([{*known.within, *of.within} - own]),
         breaks=every.breaks,
-        stays=every.stays and v.base == "S",
+        stays=every.stays * (v.base == "S"),
     )

@@ -165,6 +165,8 @@ def _gradient(targets, by):
     entries = either([one, *targets])
     origin = Origin(of=(*arrays_of([*targets, by]),))
     if by.is_shared:
+        stays = entries.stays * (entries.stays > 1)  # numbers have no gradient
+        entries = entries._replace(stays=stays)
         return one.but(dims=by.dims, grad=True, origin=origin, entries=entries)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")
@@ -221,11 +223,11 @@ def _judge_all(weight, *gradients):
     """Returns what gradients are, if their weight is what divides them."""
     is_row = any(v.base == "R" for v in gradients)
     require(not is_row, "a gradient that is samples")
-    judged = [_judge(weight, v) for v in gradients]
+    judged = [_judge(weight, v, is_gradient=True) for v in gradients]
     return judged[0] if judged else "no gradient"
 
 
-def _judge(weight, loss):
+def _judge(weight, loss, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
     loss = _summed(loss)  # its gradient is that of the sum
     is_sum = loss.base == "S"
@@ -259,7 +261,8 @@ def _judge(weight, loss):
     require(is_left_out and not _breaks(weight), MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
     never_0 = stays or not may_be_0((*loss.m, *weight.m))
-    is_right = never_0 or (is_sum and not loss.entries.stays)
+    left = loss.entries.stays if is_sum else 1 + loss.grad
+    is_right = never_0 or left < (1 if is_gradient else 2)
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
     return "a mean over samples"
 

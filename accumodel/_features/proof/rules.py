@@ -13,9 +13,12 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.proof.types import (
+    AFFINE,
     COUNTS,
+    IF_DATA,
     MAY_BE_0,
     MIXED,
+    NEGATIVE,
     ONE,
     POSITIVE,
     TRUTHS,
@@ -27,6 +30,7 @@ from accumodel._features.proof.types import (
     Type,
     added,
     broadcast,
+    either,
     is_of_samples,
     may_be_0,
     over,
@@ -95,10 +99,10 @@ ELEMENTWISE = """
 Acos Acosh Angle AsString Asin Asinh Atan Atan2 Atanh BesselI0e BesselI1e
 BitwiseAnd BitwiseOr BitwiseXor Bucketize Ceil ClipByValue Complex ComplexAbs
 Cos Cosh Digamma Elu Erf Erfc Erfinv Exp Expm1 Floor FloorDiv FloorMod Igamma
-Igammac Inv Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalNot
-LogicalOr LookupTableFindV2 Mod Ndtri NextAfter Reciprocal Relu6 RightShift Rint
-Round Rsqrt Selu Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square
-SquaredDifference Tan Tanh TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
+Igammac Invert LeakyRelu LeftShift Lgamma Log Log1p LogicalAnd LogicalOr
+LookupTableFindV2 Mod Ndtri NextAfter Relu6 RightShift Rint Round Rsqrt Selu
+Sigmoid Sign Sin Sinh Softplus Softsign Sqrt Square SquaredDifference Tan Tanh
+TruncateDiv TruncateMod Xdivy Xlog1py Xlogy Zeta
 StaticRegexFullMatch StaticRegexReplace StringJoin StringLength StringLower
 StringStrip StringToHashBucket StringToHashBucketFast StringToHashBucketStrong
 StringToNumber StringUpper
@@ -125,13 +129,39 @@ def at_least_0(at, op, v):
 @rule("Pow")
 def to_a_power(at, op, v, exponent):
     number = constant(op.inputs[1], exponent)
+    if v.base == "C" and v.is_of_n and np.size(number) == 1:
+        return to_the(v, number)
     one = elementwise(at, op, v, exponent)
     if number is None or np.any(number % 2) or np.any(number < 2):
         return one
     return one.with_entries(counts=POSITIVE, within=v.entries.within)
 
 
-@rule("IsFinite IsInf IsNan")
+@rule("Inv Reciprocal")
+def inverted(at, op, v):
+    is_number = v.base == "C" and v.is_of_n
+    return to_the(v, -1) if is_number else elementwise(at, op, v)
+
+
+def to_the(v, exponent):
+    """Returns the type of a power of n, times what samples share."""
+    is_whole = exponent is not None and float(exponent).is_integer()
+    require(is_whole and v.dims == (), f"{v.words}, to no whole power")
+    m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
+    return Type("C", (), m)
+
+
+FINITE = ("IsFinite", "IsInf", "IsNan")
+
+
+def asks_finite(x):
+    """Whether a tensor says which numbers are finite, or which are not."""
+    while x.op.type in ("Cast", "LogicalNot", "LogicalOr", "Reshape"):
+        x = x.op.inputs[0]
+    return x.op.type in FINITE
+
+
+@rule(*FINITE)
 def is_finite(at, op, v):
     """Of a sum, this usually asks whether what divides it is 0: no warning."""
     require(v.base != "S", v.words)
@@ -142,11 +172,20 @@ def is_finite(at, op, v):
 def compared(at, op, *vals):
     """Of unlike lengths this may raise nothing: none are known to be alike."""
     by, number = of_statistic(op, *vals)
+    if are_equal(*vals):
+        return Type("C", vals[0].dims)
     if by:
-        # Usually, the first asks whether what divides a sum is 0.
-        is_guard = by.is_of_mask and 0 <= number <= 1
-        is_0 = number == 0 and by.entries.counts
-        require_reached(by, not (is_guard or is_0 or abs(number) >= HUGE))
+        is_0 = asks_if_0(op.type, by is vals[0], number)
+        is_size = bool(by.content and by.content[0])
+        is_settled = by.is_count and (is_0 is not None or number <= 0)
+        if is_settled or (is_size and number == 0):
+            return Type("C")  # n is 1 or more
+        if by.is_of_mask and is_0 is not None:
+            # What is 0 or not, whatever it counts, is asked by `Equal`.
+            counts = by.entries.counts if number else COUNTS
+            return guard(by.alike, counts, "Z" if is_0 else "A")
+        is_far = abs(number) >= HUGE or (number == 0 and by.entries.counts)
+        require_reached(by, not is_far)
     plain(*vals)
     lengths = {times(v.rows.n) for v in vals if v.rows}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
@@ -157,9 +196,69 @@ def compared(at, op, *vals):
 # -- guards of the sum of a mask, which may be 0 -------------------------------
 
 
-def guard(v):
-    """Returns the type of the sum of a mask, but for another number than 0."""
-    return Type("G", m=((v.alike, 1),), entries=v.entries)
+def guard(name, counts=COUNTS, base="G"):
+    """Returns the type of a guard against that the sum of a mask is 0.
+
+    It is right if the sum `COUNTS`.
+    """
+    return Type(base, m=((name, 1),), entries=Entries(counts))
+
+
+def asks_if_0(kind, is_first, number):
+    """Whether it is true where a sum is 0: that, or 1 or more, is compared.
+
+    `None` if it asks for something else. A sum that counts is 0 if it is less
+    than 1.
+    """
+    if kind in ("Equal", "NotEqual"):
+        return kind == "Equal" if number == 0 else None
+    is_less = kind.startswith("Less") == is_first
+    takes_1 = kind.endswith("Equal") != is_less
+    asks = 0 < number <= 1 if takes_1 else 0 <= number < 1
+    return is_less if asks else None
+
+
+@rule("LogicalNot")
+def negated(at, op, v):
+    if v.base in "AZ":
+        ((name, _),), base = v.m, "Z" if v.base == "A" else "A"
+        return guard(name, v.entries.counts, base)
+    return elementwise(at, op, v)
+
+
+def guarded(condition, a, b, *numbers):
+    """Returns the type of what is chosen by whether the sum of a mask is 0.
+
+    `numbers` are those of `a` and `b`, if they are known.
+    """
+    for v in (a, b):
+        if v.base == "T":
+            return v
+    if condition.base == "Z":
+        a, b, numbers = b, a, numbers[::-1]
+    ((by, _),), number = condition.m, numbers[-1] if numbers else None
+    if number and number > 0 and a.is_of_mask and a.alike == by:
+        return guard(by, condition.entries.counts)
+    # What the sum divides, which is nothing where it is nothing.
+    within = a.entries.within
+    left, assumed = owed([by], within)
+    is_ratio = a.base == "S" and a.m == ((by, -1),) and not left
+    is_right = is_ratio and b.is_zero and b.base == "C"
+    is_usual = within or by in dict(a.m) or (number and a.is_of_mask)
+    require(is_right, condition.words, inexact=not is_usual)
+    require_mask(condition)
+    # Of a branch that runs only if the sum is not 0, this is a number. What is
+    # chosen by `where` is computed, too, and so is its gradient.
+    is_run = {*a.entries.breaks} - (set() if numbers else {by})
+    breaks = union([b.entries.breaks, is_run, assumed])
+    one = broadcast([a, b]).but(m=a.m, grad=a.grad)
+    return one.with_entries(within=within, breaks=breaks)
+
+
+def require_mask(v):
+    """Requires a guard by what counts; usually it does: no warning."""
+    what = "a sum over samples that may be less than 1, and not 0"
+    require(v.entries.counts >= COUNTS, what, False, WEIGHT)
 
 
 # Limits that are taken to be never reached: by any number, and by a loss.
@@ -196,8 +295,9 @@ def limited(at, op, *vals):
     by, number = of_statistic(op, *vals)
     is_least = op.type == "Maximum"
     if by and is_least and by.is_of_mask and 0 < number <= 1:
-        return guard(by)
+        return guard(by.alike, by.entries.counts)
     is_of_1 = by and is_least and by.is_count and number <= 1
+    is_of_1 = is_of_1 or (not is_least and number == np.inf)
     if is_of_1 or are_equal(*vals):
         return by or vals[0]
     if by:
@@ -365,8 +465,7 @@ def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     is_guarded = b.base == "G"
     if is_guarded:
-        what = "a sum over samples that may be less than 1, and not 0"
-        require(b.entries.counts >= COUNTS, what, False, WEIGHT)
+        require_mask(b)
         b = Type("C", m=b.m)
     scalable(a, b)
     b = b.factor()
@@ -395,11 +494,25 @@ def plus(at, op, *vals):
     # Such as 1e-7, which is rounding next to 1, but not next to 0.
     is_little = by and 0 < number <= np.spacing(number.dtype.type(1))
     if is_little and op.type != "Sub" and (by.is_count or by.is_of_mask):
-        return by if by.is_count else guard(by)
+        return by if by.is_count else guard(by.alike, by.entries.counts)
     one = added([*vals])
-    is_rest = op.type == "Sub" and vals[1].entries.counts >= TRUTHS
-    is_rest = is_rest and np.all(known[0] == 1)
+    if op.type != "Sub":
+        return affine(op, vals, one)
+    is_rest = vals[1].entries.counts >= TRUTHS and np.all(known[0] == 1)
     return one.with_entries(counts=TRUTHS) if is_rest else one
+
+
+def affine(op, vals, one):
+    """Returns `one`, the sum of some: never 0 if one of these is not."""
+    counts = either(vals).counts
+    pairs = zip(op.inputs, vals, strict=True)
+    is_more = all(v.base == "S" or is_nonzero(x, v) for x, v in pairs)
+    is_of_both = {v.base for v in vals} == {*"CS"} and one.is_single
+    if not (counts and is_more and is_of_both):
+        return one
+    like = f"{'+'.join(v.origin.name for v in vals)}:{AFFINE}"
+    assumed = (NEGATIVE,) * (counts == IF_DATA)
+    return one.with_entries(breaks=assumed).with_origin(like=like)
 
 
 @rule("BiasAdd")
@@ -410,12 +523,19 @@ def plus_bias(at, op, v, bias):
     return added([v, bias.but(dims=(*bias.dims, *after))])
 
 
-@rule("SelectV2")
+@rule("SelectV2 Select")
 def selected(at, op, condition, *vals):
     """One or the other: entry by entry, or all of them by what is shared."""
+    if condition.base in "AZ":
+        inputs = zip(op.inputs[1:], vals, strict=True)
+        numbers = [None if v.dims else constant(x, v) for x, v in inputs]
+        return guarded(condition, *vals, *numbers)
     plain(condition)
     a, b = vals
     both = added([a, b])
+    # `Select` takes a vector for the first axis.
+    is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
+    require(is_like, "a condition of another shape")
     is_one = both.base != "S" or condition.is_shared
     is_right = is_one and not both.is_mixed
     require(is_right, "a sum, or another one", not condition.is_shared)
@@ -450,6 +570,10 @@ def reduced(at, op, v, of_axes):
     if v.base != "R" or v.rows.axis not in axes:
         axis = kept.index(v.rows.axis) if v.rows else 0
         return v.but(dims=dims).with_rows(axis=axis)
+    if op.type == "Any" and dims == ():
+        # Whether numbers are finite is asked to leave out all, at most.
+        require(not asks_finite(op.inputs[0]), "all samples at once")
+        return guard(v.summed, base="A")
     require(is_linear, "all samples at once")
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.rows.uniform - is_mean),))
@@ -464,7 +588,7 @@ def reduced(at, op, v, of_axes):
 LAST = {
     (1,): """
     AdjustHue AdjustSaturation FFT HSVToRGB IFFT IRFFT LRN LogSoftmax RFFT
-    RGBToHSV Softmax TopK TopKV2
+    RGBToHSV Softmax
     """,
     (2,): """
     Cholesky FFT2D IFFT2D IRFFT2D MatrixBandPart MatrixDeterminant MatrixInverse
@@ -493,6 +617,16 @@ def along(counts, at, op, *vals):
 
 for counts, names in LAST.items():
     rule(names, plain=len(counts))(functools.partial(along, counts))
+
+
+@rule("TopK TopKV2")
+def largest(at, op, v, *count):
+    """Of all samples it may be a sort, which a sum of does not change."""
+    plain(v)
+    found = along((1,), at, op, v)
+    for x in count:
+        require(x.is_shared, x.words, inexact=True)
+    return found
 
 
 @rule("ImageProjectiveTransformV2 ImageProjectiveTransformV3", plain=2)

@@ -251,7 +251,7 @@ def _part(op, places, i):
     return first, last, ONE
 
 
-@rule("GatherV2 ResourceGather")
+@rule("GatherV2 ResourceGather GatherNd")
 def gathered(at, op, v, places, *of_axis):
     """What is shared by what samples say; samples not by their place."""
     out, found = op.outputs[0], tf.get_static_value(op.inputs[1])
@@ -264,14 +264,16 @@ def gathered(at, op, v, places, *of_axis):
     if v.base in "CS" and places.is_shared:
         return at.shaped(v, out)
     plain(v, places)
-    batch = op.get_attr("batch_dims")
-    axis = axes_of(op.inputs[2], of_axis[0], len(v.dims))[0] if of_axis else 0
+    is_nd, rank = op.type == "GatherNd", len(v.dims)
+    batch = 0 if is_nd else op.get_attr("batch_dims")
+    axis = axes_of(op.inputs[2], of_axis[0], rank)[0] if of_axis else 0
     if v.base == "C":
-        require(not batch, _BY_PLACE)
+        is_entry = is_nd and places.rows.axis == len(places.dims) - 1
+        require(not batch and not is_entry, _BY_PLACE)
         own, one = axis + places.rows.axis, places
     elif places.base == "C":
         own, one = v.rows.axis, v
-        require(not batch and own != axis, _BY_PLACE)
+        require(not (batch or is_nd or own == axis), _BY_PLACE)
         own += (own > axis) * (len(places.dims) - 1)
     else:
         own, one = v.rows.axis, same(v, places)

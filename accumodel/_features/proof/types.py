@@ -8,6 +8,8 @@ A tensor is `m * base`. The base is one of
     S   a sum over the samples: of R, and of n or a divisor times C
     V   a vector of sizes, of which one is made of n
     G   a guard: the sum of a mask, with another number instead of 0
+    A   whether any of a mask is there: whether its sum is not 0
+    Z   whether the sum of a mask is 0
     L   a list in which nothing is yet
     T   none of these, with the reason
 
@@ -31,9 +33,8 @@ Rows to which a mean over samples was added are `mixed`: a sum over them is S.
 
 A divisor may be 0 in a micro-batch, which then adds nothing. That is right if
 what it divides is 0 there, too: a product with the rows of a mask is 0 `within`
-the sum of that mask. A factor such as `n / D` still `owes` that. The usual
-guards against that 0 are one to the proof: `divide_no_nan`, `maximum(D, 1)` and
-`D + 1e-7`. What is chosen by whether D is 0 is compared.
+the sum of that mask. A factor such as `n / D` still `owes` that. Losses guard
+against that 0 in many ways, such as `maximum(D, 1)`: all are one.
 
 A size is a product of a number and of names, such as `3 * n * time`.
 """
@@ -51,6 +52,7 @@ Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
 N: Size = (1, ("n",))
 
+AFFINE = "affine"  # of a sum and what is not 0, which is not 0
 MAY_BE_0 = "what a sum divides that may be 0 in a micro-batch"
 MIXED = "samples, and a sum or mean over samples"
 NEGATIVE = "weights that may be negative"
@@ -165,7 +167,8 @@ def union(names):
 
 def may_be_0(m):
     """Returns the names of the divisors in a monomial that may be 0."""
-    return {name for name, _ in m} - {"n"}
+    names = {name for name, _ in m} - {"n"}
+    return {name for name in names if not name.endswith(AFFINE)}
 
 
 class SampleRows(typing.NamedTuple):
@@ -193,9 +196,9 @@ class Entries(typing.NamedTuple):
     # Divisors: where one is 0, this may not be a number. `NEGATIVE` is there if
     # the type is right only if no weights in the data are negative.
     breaks: tuple = ()
-    # Of a sum whose divisor is 0: it may be something else, since what samples
-    # share was added.
-    stays: bool = False
+    # Of a sum whose divisor is 0: 0 if it is 0, 1 if it may be something else,
+    # since what samples share was added, and 2 if so may its gradient.
+    stays: int = 0
 
 
 class Origin(typing.NamedTuple):
@@ -326,7 +329,7 @@ class Type:
 
     @property
     def words(self):
-        if self.base == "S" or self.base == "G":
+        if self.base in "SGAZ":
             is_mean = self.base == "S" and self.m
             return f"a {'mean' if is_mean else 'sum'} over samples"
         if self.is_mixed:
@@ -466,7 +469,7 @@ def either(vals):
         counts=min((each.counts for each in known), default=0),
         within=union([set.intersection(*left)] if left else []),
         breaks=union(each.breaks for each in known),
-        stays=any(each.stays for each in known),
+        stays=max((each.stays for each in known), default=0),
     )
 
 
@@ -478,7 +481,7 @@ def added(vals):
     zeros = [v.but(m=()) for v in vals if v.is_zero and v.base == "C"]
     vals = [v for v in vals if not (v.is_zero and v.base == "C")] or zeros[:1]
     bases, powers = {v.base for v in vals}, {v.m for v in vals}
-    require(not bases & {"V", "G"}, "the number of samples, or a guard")
+    require(not bases & {*"VGAZ"}, "the number of samples, or a guard")
     is_of_n = all(name == "n" for m in powers for name, _ in m)
     if "S" not in bases:
         what = "terms with the number of samples in unlike ways"
@@ -503,8 +506,8 @@ def added(vals):
         advice = "" if any(v.grad for v in vals) else WEIGHT
         what = "a sum over samples, and what samples share"
         require(is_sum, what, False, advice)
-    one = broadcast([*vals, *zeros]).but(m=m)
-    return one.with_entries(stays="C" in bases)
+    stays = max([0, *(1 + v.grad for v in vals if v.base == "C")])
+    return broadcast([*vals, *zeros]).but(m=m).with_entries(stays=stays)
 
 
 def sizes(held, dims):
