@@ -13,7 +13,6 @@ from accumodel._fit import rehearsal
 from accumodel._keras_and_tf import (
     checks,
     graphs,
-    hooks,
     private_names,
     replicas,
 )
@@ -78,13 +77,14 @@ def _may_have_several(plan, data):
     layers = [model, *private_names.flat_layers(model)]
     losses = keras.tree.flatten(model.loss)
     adds = any(
-        getattr(layer, "activity_regularizer", None) or _is_own(layer, "call")
+        getattr(layer, "activity_regularizer", None)
+        or checks.overrides(layer, "call")
         for layer in layers
     )
     weighs = sample_weight is not None or any(
         getattr(layer, "mask_zero", False)
         or isinstance(layer, keras.layers.Masking)
-        or _is_own(layer, "compute_mask")
+        or checks.overrides(layer, "compute_mask")
         for layer in layers
     )
     weighs |= any(
@@ -95,8 +95,3 @@ def _may_have_several(plan, data):
     )
     terms = max(len(losses), len(keras.tree.flatten(y)))
     return weighs and (adds or terms > 1)
-
-
-def _is_own(layer, name):
-    """Whether a layer has a method of the user's."""
-    return not checks.is_ours(hooks.definition(type(layer), name)[0])

@@ -2,7 +2,6 @@
 
 import functools
 import inspect
-import typing
 
 import keras
 import tensorflow as tf
@@ -34,9 +33,8 @@ def compute_loss(accumulation, by_super, x, y, y_pred, sample_weight, training):
     if not (accumulation.accumulates and is_ours):
         return call_compute_loss(*given)
     is_default = not accumulation.overrides("compute_loss")
-    scale: typing.Any = weights.shared_by_replicas if is_default else None
-    if step is not None and step.divisors is not None:
-        scale = step.divisors.share
+    divisors = (step and step.divisors) or weights.ONE_DIVISOR
+    scale = divisors.share if is_default else None
     with hooks.recorded_reductions(scale) as reductions:
         loss = call_compute_loss(*given)
     if step is not None:

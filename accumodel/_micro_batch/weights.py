@@ -64,7 +64,7 @@ class Divisors(typing.NamedTuple):
 
     def share(self, reduction, loss, place):
         """Returns the loss at a place of a micro-batch, as it counts."""
-        loss = shared_by_replicas(reduction, loss)
+        loss = _shared_by_replicas(reduction, loss)
         whole = self.of_losses.get(place)
         if whole is None:  # it is divided by the samples
             return loss
@@ -74,6 +74,10 @@ class Divisors(typing.NamedTuple):
             own = tf.cast(_divisor(reduction), tf.float64)
         ratio = tf.math.divide_no_nan(whole, own)
         return tf.math.divide_no_nan(loss, tf.cast(ratio, loss.dtype))
+
+
+# All losses are divided by the samples, or one weight is right for all.
+ONE_DIVISOR = Divisors(None, {})
 
 
 class LossWeights:
@@ -372,7 +376,7 @@ def _is_mean(reduction):
     return abs(3 * three + one - 4 * whole) < 1e-3 * abs(whole)
 
 
-def shared_by_replicas(reduction, loss, place=None):
+def _shared_by_replicas(reduction, loss):
     """Returns a loss divided by the number of replicas, if it is a mean."""
     # Keras divides a mean by it once. It does not divide a scalar loss, and
     # divides a composite loss under a mask twice.
