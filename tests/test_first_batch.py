@@ -454,10 +454,6 @@ def of_some(y, p):
 
 
 UNSEEN = {
-    "a term that is off": (Annealed, SIZE | EAGER, array, "mse", LOSS),
-    "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
-    "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
-    "read after the update": (Centred, SIZE, array, "mse", STATE),
     "without a weight": (
         Unweighted,
         SIZE,
@@ -465,6 +461,10 @@ UNSEEN = {
         "mse",
         "tf.shape(x)[0]",
     ),
+    "a term that is off": (Annealed, SIZE | EAGER, array, "mse", LOSS),
+    "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
+    "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
+    "read after the update": (Centred, SIZE, array, "mse", STATE),
     "without a weight, in even parts": (
         Unweighted,
         SIZE,

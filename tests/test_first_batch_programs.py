@@ -178,6 +178,7 @@ def on_replicas():
 
 
 SAME = {
+    "decorated": (Decorated, STEPS, array),
     "kept, eager": (around(Keeps), THREE | EAGER, array),
     "size": (moving, THREE, array),
     "steps": (moving, STEPS, data_set),
@@ -188,7 +189,6 @@ SAME = {
     "eager": (moving, THREE | EAGER, array),
     "XLA": (moving, THREE | XLA, array),
     "executions": (moving, THREE | EXECUTIONS, data_set),
-    "decorated": (Decorated, STEPS, array),
     "updates": (UpdatesItself, STEPS, array),
     "updates, eager": (UpdatesItself, STEPS | EAGER, array),
     "outside": (outside_and_python, THREE, array),
@@ -484,7 +484,9 @@ def test_a_batch_that_shows_nothing_takes_nothing_back(make, first, then):
 
 
 @pytest.mark.parametrize(
-    "kwargs", [SIZE | EAGER, STEPS | EAGER, {"accum_steps": 4}], ids=str
+    "kwargs",
+    [weekly(SIZE | EAGER), weekly(STEPS | EAGER), {"accum_steps": 4}],
+    ids=str,
 )
 def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     """A loss scale begins high. Eager steps are compared, not proved."""
@@ -555,7 +557,7 @@ def test_masks_are_told_of_by_what_is_known():
     [
         ({"micro_batch_size": 9}, True),
         weekly({"accum_steps": 2}, True),
-        ({"micro_batch_size": 16}, False),
+        weekly({"micro_batch_size": 16}, False),
         weekly({"micro_batch_size": "auto", "on_replicas": True}, False),
         ({"micro_batch_size": 9, "sync_batch_norm": True}, False),
         ({"micro_batch_size": 4, "verify": False}, False),

@@ -306,10 +306,10 @@ class DrawsInALoop(WholeBatchLoss):
 @pytest.mark.parametrize(
     ("base", "size"),
     [
-        (LossThatCallsAgain, 100),
-        weekly(MomentumEncoder, 5),
-        weekly(HeadInTheLoss, 5),
         (ChoosesByPython, 5),
+        (LossThatCallsAgain, 100),
+        (MomentumEncoder, 5),
+        (HeadInTheLoss, 5),
         (DrawsInALoop, 100),
     ],
 )

@@ -1,6 +1,7 @@
 """Layers that are made under `keras.RematScope` train as without it."""
 
 import functools
+import itertools
 
 import keras
 import numpy as np
@@ -13,10 +14,10 @@ from helpers import (
     hub_backbone,
     import_hub,
     mirrored,
-    names,
     normal,
     read_summaries,
     train_each,
+    weekly,
 )
 from helpers import train as fitted
 
@@ -165,10 +166,21 @@ def train(kind, base, size, strategy=None, scope=None, **kwargs):
         return fitted(model, data(), size, sgd, 2, loss="mse", **kwargs)
 
 
-@pytest.mark.table
+# Of each way and each layer one. The week has all of them.
+DAILY = (
+    *[("dropout", "cache"), ("block", "cycles")],
+    *[("inner mask", "cache, XLA"), ("mask", "eager")],
+)
+
+
 @pytest.mark.filterwarnings("ignore:.*does not support masking")  # Keras 3.16
-@pytest.mark.parametrize("kind", names(LAYERS, ["rnn"]))
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("kind", "way"),
+    [
+        pair if pair in DAILY else weekly(*pair)
+        for pair in itertools.product(LAYERS, WAYS)
+    ],
+)
 def test_weights_of_the_same_model_without_the_scope(kind, way):
     size, kwargs = WAYS[way][0], dict(WAYS[way][1])
     strategy = mirrored(2) if way == "replicas" else None
@@ -199,7 +211,7 @@ def check(model, reference, tolerance=1e-6):
     assert distance(model.variables, reference.variables) < tolerance
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "scope",
     [
@@ -387,7 +399,7 @@ def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
     ("keep", "what"),
     [
         (raw, "AssignAddVariableOp.*keeper"),
-        (raw_in_condition, "AssignAddVariableOp.*cond"),
+        weekly(raw_in_condition, "AssignAddVariableOp.*cond"),
         (
             lambda layer, x: x * tf.cast(next(RESOURCES["numbers"]), x.dtype),
             "IteratorGetNext",
@@ -471,7 +483,7 @@ def test_a_function_that_adds_losses_is_refused():
         train(lambda x: layers.Lambda(repeated)(x), AccumulatingModel, 16)
 
 
-@pytest.mark.parametrize("run_eagerly", [False, True])
+@pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
     def rnn(x):
         with keras.RematScope("full" if Repeated.is_on else None):
@@ -483,6 +495,7 @@ def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
     check_scope(rnn, scope, run_eagerly=run_eagerly)
 
 
+@pytest.mark.weekly
 def test_custom_loop():
     (x, y), losses = data(), keras.losses.MeanSquaredError()
     reference = train("block", keras.Model, 32, jit_compile=False)

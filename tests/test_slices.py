@@ -347,7 +347,7 @@ def test_a_custom_step_is_called_with_each_part(samples, run_eagerly):
 @pytest.mark.parametrize(
     ("make_strategy", "kwargs"),
     [
-        (
+        weekly(
             lambda: tf.distribute.OneDeviceStrategy("CPU:0"),
             {"micro_batch_size": 3},
         ),

@@ -512,24 +512,26 @@ def train(cls, make, loss=None, x=X, y=Y, **kwargs):
 
 
 # Those that are tested daily in another way, too, and those that are in none.
-OFTEN = (
-    *[("connections", "fed"), ("adds a root", "cache")],
-    *[("per class", "eager"), ("step of the hardest half, 0", "eager")],
-    *[("counts later", "fed"), ("reads a metric", "fed, eager")],
-)
-RARE = (
-    *("2 hardest", "12 hardest", "kept sum", "moments, 0", "step of threes"),
-    *("step of the hardest", "step, call(z)", "temperature", "triplets of tw"),
-    *(f"triplets of four, {seed}" for seed in range(1, 8)),
-)
+OFTEN = {
+    "split": (
+        *("mean", "two outputs", "3 hardest", "triplets of four, 0", "pairs"),
+        *("the loss", "logits", "drawn", "axis 1", "spectrum, root", "experts"),
+        *("kept mean", "normalization", "custom step", "step of pairs"),
+        *("step, call(x, t)", "Python", "weighs nothing", "shared dropout"),
+        *("scaled gradient", "covariance"),
+    ),
+    "fed": ("connections", "counts later"),
+    "eager": ("per class", "step of the hardest half, 0"),
+    "fed, eager": ("reads a metric",),
+    "cache": ("adds a root",),
+}
 
 
 def table():
-    """Each program in one way; all ways, and other seeds, are for the week."""
+    """Each kind of program in one way; the week has all, in all ways."""
     *ways, by_two = WAYS
     for name, way in itertools.product(PROGRAMS, ways):
-        is_split = way == "split" and not name.startswith(RARE)
-        is_often = is_split or (name, way) in OFTEN
+        is_often = name in OFTEN.get(way, ())
         yield (name, way) if is_often else weekly(name, way)
     yield "custom step", by_two
 
