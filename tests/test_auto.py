@@ -111,6 +111,7 @@ def test_the_batch_is_run_again(cache):
         assert limit.sizes == [24] * 3 + [12] * 2 + [6] * 4 + [6] * 4
 
 
+@pytest.mark.weekly
 @pytest.mark.verified
 @pytest.mark.filterwarnings("ignore:.*from now on", "ignore:The first batch")
 def test_batch_normalization_is_told_of_once_batches_are_split(samples):
@@ -208,6 +209,7 @@ def test_evaluate_comes_first(samples, cache):
     assert loss == pytest.approx(loss_of_keras, rel=1e-6)
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 def test_models_that_are_not_built_and_data_with_none(samples):
     def generate():
@@ -451,6 +453,7 @@ def test_several_batches_for_one_update_are_refused(samples, name):
     assert is_custom == (name == "GradientAccumulator")
 
 
+@pytest.mark.weekly
 def test_they_are_refused_when_they_are_set_and_nothing_changes(samples):
     x, y = samples
     reference = compiled(plain(keras.Model))

@@ -189,6 +189,7 @@ class TwoPasses(AccumulatingModel):
         return gradients, weight, logs
 
 
+@pytest.mark.weekly
 def test_compute_gradients_may_be_called_twice_under_a_mask():
     data = cases.tokens(16, np.random.default_rng(0))
 

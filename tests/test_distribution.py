@@ -247,6 +247,7 @@ def values_of_replicas(model, variable):
     return [value.numpy() for value in local_results(variable.value)]
 
 
+@pytest.mark.weekly
 def test_the_remainder_of_train_on_batch_is_applied_on_all_replicas():
     x, y = cases.classes(20, np.random.default_rng(0))
     reference = dense(keras.Model)
@@ -376,6 +377,7 @@ def squared_error(variable, x):
     return tf.reduce_mean((variable * x - 1.0) ** 2) / replicas
 
 
+@pytest.mark.weekly
 def test_an_accumulator_by_itself_under_strategy_run():
     values = np.linspace(0.0, 1.0, 16, dtype="float32")
 

@@ -73,7 +73,7 @@ CALLBACKS = {
 }
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize("name", CALLBACKS)
 def test_callbacks_do_what_they_do_in_large_batches(
     name, data, tmp_path, monkeypatch

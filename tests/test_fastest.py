@@ -108,6 +108,7 @@ def test_xla_compiles_three_sizes(clock):
     assert clock.sizes == SEARCH[:12] + [8] * (128 - 12)
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize(
     ("batches", "kwargs"), [weekly(96, {}), (128, {"initial_epoch": 2})]
@@ -249,6 +250,7 @@ def test_weights_and_logs_are_those_of_plain_keras(name, clock, monkeypatch):
     assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
 
 
+@pytest.mark.weekly
 def test_memory_that_runs_out_in_a_cycle_is_an_error():
     """It is run again in the first batch of a cycle, and in no other."""
     x, y = dense(128)

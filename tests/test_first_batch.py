@@ -262,7 +262,7 @@ def test_the_loss_of_a_cycle_is_compared_though_it_does_not_fit(monkeypatch):
     assert warned(Negatives, None, **CACHE, **SIZE, **STEPS)
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize("way", ["size", "steps"])
 @pytest.mark.parametrize("name", ["negatives", "a layer", "a raw counter"])
 def test_on_replicas_the_samples_of_one_are_enough(name, way):
@@ -331,6 +331,7 @@ def test_what_is_exact_is_silent(name, way):
     assert not warned(make, made, **WAYS[way])
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_padding_that_is_cut_off_is_silent(run_eagerly):
     """Though it draws other numbers."""
@@ -356,7 +357,7 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
     assert model.verdict.startswith("exact")
 
 
-@pytest.mark.parametrize("way", [SIZE, STEPS], ids=str)
+@pytest.mark.parametrize("way", [SIZE, weekly(STEPS)], ids=str)
 def test_sparse_inputs_are_silent(way):
     inputs = keras.Input((FEATURES,), sparse=True)
     model = chain(AccumulatingModel, inputs, layers.Dense(OUTPUTS))
@@ -580,6 +581,7 @@ def test_it_comes_once_for_each_compile_and_in_train_on_batch():
             model.fit(x, y, batch_size=8, verbose=0)
 
 
+@pytest.mark.weekly
 def test_it_comes_again_for_weights_that_were_not_there():
     class Model(AccumulatingModel):
         def compute_loss(self, x, y, y_pred, sample_weight=None, **kwargs):

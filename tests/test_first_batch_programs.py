@@ -500,6 +500,7 @@ def test_an_overflow_of_the_first_batch_is_silent(kwargs):
     assert "a loss scale skips" in said
 
 
+@pytest.mark.weekly
 def test_each_of_several_replicas_has_a_loss_of_the_whole_batch():
     with mirrored(2).scope():
         model = compiled(
@@ -586,6 +587,7 @@ def test_an_error_of_the_check_does_not_end_the_training(monkeypatch):
     assert check(plain, SIZE, array, "mse") == "not made: KeyError: 'anything'"
 
 
+@pytest.mark.weekly
 def test_a_cause_that_fails_does_not_hide_what_was_found(monkeypatch):
     monkeypatch.setattr(messages, "_text", fail)
     make = around(NextSample)

@@ -306,8 +306,8 @@ class DrawsInALoop(WholeBatchLoss):
 @pytest.mark.parametrize(
     ("base", "size"),
     [
-        (ChoosesByPython, 5),
         (LossThatCallsAgain, 100),
+        (ChoosesByPython, 5),
         (MomentumEncoder, 5),
         (HeadInTheLoss, 5),
         (DrawsInALoop, 100),

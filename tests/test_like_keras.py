@@ -215,6 +215,7 @@ def test_weights_of_nested_models_have_the_same_paths(tmp_path):
     check_both(run)
 
 
+@pytest.mark.weekly
 def test_checkpoints_and_exports_are_the_same(data, tmp_path):
     def run(model):
         train_briefly(model, data)
@@ -276,6 +277,7 @@ def test_an_optimizer_made_of_its_config_has_the_same_name(data):
     check_both(run)
 
 
+@pytest.mark.weekly
 def test_a_step_that_updates_in_the_scope():
     data = np.random.default_rng(0).normal(size=(2, 8, 3))
 

@@ -195,6 +195,7 @@ class NormalizesItself(AccumulatingModel):
         return super().compute_loss(x, y, y_pred, weights, training)
 
 
+@pytest.mark.weekly
 def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
     x, y = data()
 
@@ -382,7 +383,7 @@ def test_all_losses_none_next_to_add_loss():
 @pytest.mark.parametrize(
     "weigh",
     [
-        lambda each: each,
+        weekly(lambda each: each),
         weekly(lambda each: [each, each]),
         lambda each: [each, 2 * each],
     ],

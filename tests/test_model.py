@@ -551,7 +551,7 @@ def test_more_steps_than_batches_are_warned_of_once(
     [
         {"loss_weights": {1}},
         {"skip_nonfinite": True},  # with its optimizer
-        {"verify": "no"},
+        weekly({"verify": "no"}),
     ],
 )
 def test_a_compile_that_fails_leaves_the_model_uncompiled(arguments):

@@ -183,7 +183,9 @@ HIDDEN: weakref.WeakKeyDictionary = weakref.WeakKeyDictionary()
 
 @pytest.mark.verified
 @pytest.mark.filterwarnings("error")  # those of NumPy in Keras, too
-@pytest.mark.parametrize("way", [{"micro_batch_size": 4}, {"accum_steps": 4}])
+@pytest.mark.parametrize(
+    "way", [{"micro_batch_size": 4}, weekly({"accum_steps": 4})]
+)
 def test_the_usual_ways_where_warnings_are_errors(way, points):
     layers = keras.layers.Dropout(0.5), keras.layers.Dense(2)
     plain = chain(keras.Model, (5,), *layers)
@@ -296,6 +298,7 @@ def make_task(task_class):
     return task_class(backbone, lambda x: 2 * x)
 
 
+@pytest.mark.weekly
 def test_next_to_another_model_class_its_methods_are_kept(points):
     bases = AccumulatingModel.__bases__
     for _ in range(2):  # Keras changes the classes of the first
@@ -417,7 +420,7 @@ def derived_from(theirs):
     return type("Derived", (AccumulatingModel, theirs), {})()
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("theirs", "make", "kwargs"),
     [
@@ -493,7 +496,7 @@ def make_players(hold):
     return compiled(cases.Players(hold, 4), loss=None, accum_steps=4)
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize("hold", HOLD)
 def test_the_cycles_of_all_accumulators_are_saved_and_scheduled(hold, tmp_path):
     x, y = cases.features(), np.ones((24, 1))

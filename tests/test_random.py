@@ -111,7 +111,7 @@ def fit_padded(model, x, y):
 
 @pytest.mark.parametrize(
     ("name", "feed"),
-    [("two rows for each sample", fit_arrays), ("dropout", fit_padded)],
+    [weekly("two rows for each sample", fit_arrays), ("dropout", fit_padded)],
 )
 def test_draws_in_batches_of_a_fixed_size(name, feed):
     given = LAYERS[name], 0, None, 9, 18, feed

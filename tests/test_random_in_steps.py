@@ -125,7 +125,7 @@ class DrawsLatents:
 @pytest.mark.parametrize(
     "kwargs",
     [
-        {"accum_steps": 3},
+        weekly({"accum_steps": 3}),
         {"micro_batch_size": 2},
         slow({"accum_steps": 3, "micro_batch_size": 2}),
         slow({"accum_steps": 3, "run_eagerly": True}),
@@ -148,6 +148,7 @@ def test_a_custom_step_draws_on(kwargs):
     check(ours, plain)
 
 
+@pytest.mark.weekly
 def test_several_steps_in_one_execution():
     layer, kwargs = LAYERS["dropout"], {"steps_per_execution": 2}
     plain = train(keras.Model, layer, **kwargs)

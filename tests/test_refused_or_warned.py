@@ -198,6 +198,7 @@ def test_a_scalar_of_add_loss_next_to_a_masked_loss_is_warned_of():
         train(model, data, batch_size, "sgd", 1, loss="mse", **kwargs)
 
 
+@pytest.mark.weekly
 def test_two_arrays_of_weights_are_not_taken_for_one():
     loss = [
         keras.losses.MeanSquaredError("mean_with_sample_weight")

@@ -474,7 +474,8 @@ def by_a_longer_batch(model):
 
 
 @pytest.mark.parametrize(
-    "change", [by_a_new_function, by_longer_ones, by_a_longer_batch]
+    "change",
+    [weekly(by_a_new_function), weekly(by_longer_ones), by_a_longer_batch],
 )
 def test_a_step_that_is_traced_again_is_proved_again(change):
     model = chain(Decides, (None, 6), layers.Dense(6))

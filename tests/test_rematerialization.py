@@ -257,7 +257,9 @@ class Holder(layers.Layer):
         return self.run(x)
 
 
-@pytest.mark.parametrize("kind", [norm, counter, read_before, remat_of_a_layer])
+@pytest.mark.parametrize(
+    "kind", [norm, counter, read_before, weekly(remat_of_a_layer)]
+)
 def test_what_is_assigned_is_assigned_once(kind):
     check_scope(kind)
 
@@ -388,6 +390,7 @@ def test_replicas_read_what_all_of_them_assigned(policy, aggregation):
     check(model, reference, 1e-6 if policy == "float32" else 1e-2)
 
 
+@pytest.mark.weekly
 def test_what_is_only_read_or_written_once(tmp_path, monkeypatch):
     writer = tf.summary.create_file_writer(str(tmp_path / "a"))
     monkeypatch.setitem(RESOURCES, "writer", writer)
@@ -483,6 +486,7 @@ def test_a_function_that_adds_losses_is_refused():
         train(lambda x: layers.Lambda(repeated)(x), AccumulatingModel, 16)
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 def test_a_cell_of_an_rnn_outside_of_the_scope(run_eagerly):
     def rnn(x):

@@ -383,6 +383,7 @@ def test_two_accumulators_of_which_one_is_called_in_turns(
         assert distance(*models) < 1e-6
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize("run_eagerly", [False, weekly(True)])
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")  # Keras's own
 def test_replicas_with_different_numbers_of_parts(run_eagerly):

@@ -142,6 +142,7 @@ def test_a_checkpoint_of_a_custom_loop_restores_the_pending_cycle(tmp_path):
     assert distance(read.variables, written.variables) == 0
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_a_cycle_of_what_is_no_longer_trained_is_left_out(tmp_path):
     model = compiled(make_functional(AccumulatingModel), "sgd", accum_steps=4)

@@ -309,7 +309,7 @@ class Custom(Norm):
         return super().call(inputs, training=training, mask=mask)
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
 @pytest.mark.parametrize("layer", [In, Custom])
 def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):

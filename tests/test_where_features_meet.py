@@ -350,9 +350,9 @@ UNHAPPY = [
 ]
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Out of memory with")
 @pytest.mark.filterwarnings("ignore:.* made no update")
-@pytest.mark.table
 @pytest.mark.parametrize(("way", "what"), UNHAPPY)
 def test_a_fit_after_an_error_is_that_of_a_model_without_one(way, what):
     """After one update, the second fails in its last micro-batch."""
