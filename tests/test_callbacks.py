@@ -27,6 +27,7 @@ def linear(optimizer="sgd", **kwargs):
     return compiled(model, optimizer, "mse", **kwargs)
 
 
+@pytest.mark.weekly
 def test_the_schedule_sets_the_steps_of_each_epoch(data):
     seen = []
 
@@ -127,9 +128,9 @@ def test_a_ramp_counts_updates_or_samples(schedule, by, ends, fits):
 @pytest.mark.parametrize(
     ("schedule", "by", "sizes"),
     [
-        ({0: 2, 3: 4}, "update", [2, 2, 1, 4, 1]),
+        weekly({0: 2, 3: 4}, "update", [2, 2, 1, 4, 1]),
         ({0: 2, 10: 4}, "sample", [2, 2, 1, 4, 1]),
-        (lambda updates, present: updates + 1, "update", [1, 2, 2, 4, 1]),
+        weekly(lambda updates, present: updates + 1, "update", [1, 2, 2, 4, 1]),
     ],
 )
 def test_a_ramp_goes_on_after_a_short_last_cycle(schedule, by, sizes):

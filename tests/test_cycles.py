@@ -123,6 +123,7 @@ def test_a_cycle_that_mixes_sets_of_variables_is_refused_and_forgotten(traced):
     assert float(variables[0][0]) == pytest.approx(0.8)
 
 
+@pytest.mark.weekly
 @pytest.mark.filterwarnings("ignore:Layer InputLayer does not have")
 def test_float8_keeps_the_maximum_over_the_cycle():
     x, y = normal((16, 3), (16, 1))
@@ -278,7 +279,8 @@ def test_a_short_epoch_is_counted_and_not_guessed(stop):
 
 
 @pytest.mark.parametrize(
-    ("remainder", "kept"), [("apply", 20), weekly("drop", 16), ("carry", 16)]
+    ("remainder", "kept"),
+    [weekly("apply", 20), weekly("drop", 16), ("carry", 16)],
 )
 def test_a_fit_that_stops_in_mid_cycle_ends_it_as_an_epoch_does(
     remainder, kept

@@ -254,6 +254,7 @@ def two_heads_of(layer):
     return make
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "run_eagerly", [False, weekly(True)], ids=["graph", "eager"]
 )

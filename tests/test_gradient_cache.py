@@ -387,6 +387,7 @@ def test_fed_batches_of_a_cycle_have_a_loss_each():
     assert distance(*models) <= 1e-12
 
 
+@pytest.mark.weekly
 def test_loss_scaling():
     case = CASES["supervised contrastive"]
     case = dataclasses.replace(case, policy="mixed_float16", tolerance=2e-3)

@@ -98,6 +98,7 @@ def test_logs_output_and_warnings_are_the_same(compile_args, data):
         assert found == expected
 
 
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "make", [weekly(make_functional), make_subclassed, weekly(make_sequential)]
 )

@@ -22,6 +22,7 @@ from helpers import (
     make_model,
     make_sequential,
     messages_of,
+    names,
     refused,
     saved_and_loaded,
     softmax,
@@ -150,7 +151,7 @@ SIZES = {  # of batches and of micro-batches
 
 
 @pytest.mark.verified
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize("name", names(SIZES, ["arrays"]))
 def test_it_warns_if_no_batch_was_split(name, data):
     make, size = SIZES[name]
     model = compiled(
@@ -200,7 +201,7 @@ class Registered(AccumulatingModel):
         return self.head(self.scale * inputs)
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     ("make", "kwargs"),
     [
@@ -384,8 +385,8 @@ def test_leaving_1_needs_no_other_trace_in_a_custom_loop(data):
 @pytest.mark.parametrize(
     ("batch_size", "kwargs"),
     [
-        (32, {}),
-        (8, {"accum_steps": 4}),
+        weekly(32, {}),
+        weekly(8, {"accum_steps": 4}),
         (32, {"micro_batch_size": 5}),
         weekly(32, {"micro_batch_size": 5, "run_eagerly": True}),
     ],

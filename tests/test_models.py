@@ -523,6 +523,7 @@ def test_the_cycles_of_all_accumulators_are_saved_and_scheduled(hold, tmp_path):
         assert int(each.optimizer.iterations) == 2 + 3
 
 
+@pytest.mark.weekly
 def test_a_loss_may_take_outputs_in_their_structure():
     """A list, for which Keras's data has a tuple."""
 

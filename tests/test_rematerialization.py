@@ -521,7 +521,7 @@ def test_custom_loop():
     check(model, reference)
 
 
-@pytest.mark.slow
+@pytest.mark.weekly
 def test_a_backbone_of_keras_hub():
     import_hub()
     rng = np.random.default_rng(0)
@@ -575,7 +575,7 @@ def train_wide(in_scope, jit):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("jit", [False, True])
+@pytest.mark.parametrize("jit", [False, weekly(True)])
 def test_a_model_that_does_not_fit_trains_in_the_scope(jit):
     limited = functools.partial(run_limited, 200, train_wide)
     _, error = limited(False, jit)

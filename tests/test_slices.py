@@ -69,8 +69,8 @@ def samples():
     return cases.classes(100, np.random.default_rng(0))
 
 
+@pytest.mark.weekly
 @pytest.mark.unverified
-@pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
     model = compiled(with_sizes(), micro_batch_size=32, run_eagerly=run_eagerly)
@@ -528,7 +528,7 @@ def test_a_subclass_may_use_any_private_name(samples):
     assert (model._search, model._remainder) == ("mine", "mine")
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize(
     "kwargs", [{"micro_batch_size": 4}, weekly({"accum_steps": 2})], ids=str
 )

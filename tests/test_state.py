@@ -92,6 +92,7 @@ def test_between_cycles_files_are_those_of_keras(write, read, name, tmp_path):
     assert distance(variables, expected) == 0
 
 
+@pytest.mark.weekly
 def test_a_file_of_a_cycles_end_clears_what_was_pending(tmp_path):
     plain().save(tmp_path / "legacy.h5")  # which holds no cycle
     for name in ("end.weights.h5", "checkpoint"):
@@ -195,7 +196,7 @@ def test_each_micro_batch_goes_on_bit_for_bit_in_a_new_process(tmp_path):
             assert distance(list(arrays.values()), model) == 0
 
 
-@pytest.mark.table
+@pytest.mark.weekly
 @pytest.mark.parametrize("accum_steps", [1, 3])
 def test_with_fewer_steps_the_next_micro_batch_ends_the_cycle(
     accum_steps, mid_cycle_file

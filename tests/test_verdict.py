@@ -514,11 +514,9 @@ def train(cls, make, loss=None, x=X, y=Y, **kwargs):
 # Those that are tested daily in another way, too, and those that are in none.
 OFTEN = {
     "split": (
-        *("mean", "two outputs", "3 hardest", "triplets of four, 0", "pairs"),
-        *("the loss", "logits", "drawn", "axis 1", "spectrum, root", "experts"),
-        *("kept mean", "normalization", "custom step", "step of pairs"),
-        *("step, call(x, t)", "Python", "weighs nothing", "shared dropout"),
-        *("scaled gradient", "covariance"),
+        *("mean", "two outputs", "triplets of four, 0", "the loss", "drawn"),
+        *("spectrum, root", "normalization", "custom step", "step of pairs"),
+        *("Python", "weighs nothing", "covariance"),
     ),
     "fed": ("connections", "counts later"),
     "eager": ("per class", "step of the hardest half, 0"),
