@@ -268,12 +268,11 @@ def test_averages_of_no_update_replace_no_weights(data):
     assert distance(model, reference) < 1e-6
 
 
-@pytest.mark.table
 @pytest.mark.parametrize(
     ("remainder", "iterations", "pending"),
     [
-        ("apply", [4, 8], [0, 0, 0, 0]),
-        ("carry", [3, 6], [1, 1, 2, 2]),
+        weekly("apply", [4, 8], [0, 0, 0, 0]),
+        weekly("carry", [3, 6], [1, 1, 2, 2]),
         # Gone before validation, as with "apply".
         ("drop", [3, 6], [0, 0, 0, 0]),
     ],
