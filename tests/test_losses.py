@@ -195,7 +195,6 @@ class NormalizesItself(AccumulatingModel):
         return super().compute_loss(x, y, y_pred, weights, training)
 
 
-@pytest.mark.weekly
 def test_logs_of_outputs_that_a_custom_loss_normalizes_add_up():
     x, y = data()
 

@@ -420,7 +420,7 @@ def derived_from(theirs):
     return type("Derived", (AccumulatingModel, theirs), {})()
 
 
-@pytest.mark.weekly
+@pytest.mark.table
 @pytest.mark.parametrize(
     ("theirs", "make", "kwargs"),
     [

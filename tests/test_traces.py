@@ -49,7 +49,7 @@ def add(model, x, y):
 
 @pytest.mark.table
 @pytest.mark.parametrize("run_eagerly", [False, True])
-@pytest.mark.parametrize("made", [DecoratedStep, DecoratedHelper])
+@pytest.mark.parametrize("made", [DecoratedHelper, DecoratedStep])
 def test_a_function_in_a_step_accumulates_in_a_second_trace_too(
     made, run_eagerly
 ):
