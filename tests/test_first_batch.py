@@ -455,6 +455,13 @@ def of_some(y, p):
 
 
 UNSEEN = {
+    "without a weight, in even parts": (
+        Unweighted,
+        SIZE,
+        lambda x, y: {"x": as_dataset((x, y), (8, 8, 4))},
+        "mse",
+        "tf.shape(x)[0]",
+    ),
     "without a weight": (
         Unweighted,
         SIZE,
@@ -466,13 +473,6 @@ UNSEEN = {
     "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
     "read after the update": (Centred, SIZE, array, "mse", STATE),
-    "without a weight, in even parts": (
-        Unweighted,
-        SIZE,
-        lambda x, y: {"x": as_dataset((x, y), (8, 8, 4))},
-        "mse",
-        "tf.shape(x)[0]",
-    ),
     "a draw": (around(Routes), SIZE, array, "mse", "draws in a loop"),
     "by XLA": (around(Latents), SIZE | XLA, array, "mse", "draws in a loop"),
     "behind dropout": (
