@@ -223,6 +223,7 @@ def contrastive(y_true, y_pred):
 
 
 CASES = {
+    "subclassed": cases.Case(make=subclassed),
     "a chain": cases.Case(
         make=two_norms,
         compile={"metrics": ["accuracy"]},
@@ -244,7 +245,6 @@ CASES = {
     ),
     "contrastive": cases.Case(make=two_norms, loss=lambda: contrastive),
     "in layers": cases.Case(make=in_layers),
-    "subclassed": cases.Case(make=subclassed),
     "unusual": cases.Case(make=unusual),
     "recurrent": cases.Case(make=recurrent),
 }
@@ -309,7 +309,7 @@ class Custom(Norm):
         return super().call(inputs, training=training, mask=mask)
 
 
-@pytest.mark.weekly
+@pytest.mark.table
 @pytest.mark.parametrize("kwargs", [{}, weekly({"run_eagerly": True})], ids=str)
 @pytest.mark.parametrize("layer", [In, Custom])
 def test_evaluate_normalizes_as_the_layer_says(layer, kwargs):
