@@ -131,7 +131,7 @@ CASES = {
 }
 
 
-OFTEN = ("LSTM", "an output for each word", "weights after the mask")
+OFTEN = ("weights after the mask", "LSTM", "an output for each word")
 
 
 @pytest.mark.table
