@@ -142,6 +142,7 @@ PROGRAMS = {
         None,
     ),
     "a loss of a loss": ([ONE, TWO], [CROSS, Focal()], [*CLASS], None),
+    "first a loss of a loss": ([ONE, TWO], [Focal(), CROSS], [*CLASS], None),
     "a sum and a mean": ([PLAIN, PLAIN], [SUM, "mse"], [NUMBER] * 2, None),
     "a loss of a layer and a mask": ([("adds", 0)], CROSS, CLASS[0], None),
     "an activity and a mask": ([ONE], CROSS, CLASS[0], None),

@@ -511,7 +511,7 @@ def train(cls, make, loss=None, x=X, y=Y, **kwargs):
     return model
 
 
-# Those that are tested daily in another way, too, and those that are in none.
+# What a change runs.
 OFTEN = {
     "split": (
         *("mean", "two outputs", "triplets of four, 0", "the loss", "drawn"),
