@@ -494,10 +494,5 @@ def with_local_logs(function):
             values,
         )
 
-    @functools.wraps(function)
-    def wrapped(iterator):
-        # Looked up by Keras while it traces.
-        with _logs(reduce_per_replica=take_local):
-            return function(iterator)
-
-    return wrapped
+    # Looked up by Keras while it traces: a scope is a decorator, too.
+    return _logs(reduce_per_replica=take_local)(function)
