@@ -64,7 +64,6 @@ class Hook:
 
     def __init__(self, what, find):
         self._what, self._find = what, find
-        self._places: list = []
         self._users = 0
         self._originals: dict = {}
         self._local = threading.local()
@@ -90,14 +89,14 @@ class Hook:
             if not self._users:
                 self._unhook()  # what Ctrl-C may have left
                 with needed_for(self._what):
-                    self._places = self._find()
+                    places = self._find()
                 self._originals = {
                     place: getattr(*place)
-                    for place in self._places
+                    for place in places
                     if hasattr(*place)
                 }
                 for (owner, name), original in self._originals.items():
-                    setattr(owner, name, self._dispatch(name, original))
+                    setattr(owner, name, self._dispatch(places, name, original))
             self._users += 1
         try:
             with replaced(self._local, "functions", functions):
@@ -113,14 +112,14 @@ class Hook:
             setattr(owner, name, original)
         self._originals = {}
 
-    def _dispatch(self, name, original):
+    def _dispatch(self, places, name, original):
         @functools.wraps(original)
         def call_replaced(*args, **kwargs):
             function = original
             for each in getattr(self._local, "functions", {}).get(name, ()):
                 function = functools.partial(each, function)
                 with needed_for(self._what, f", in a call of `{name}`"):
-                    _ = [getattr(*place) for place in self._places]
+                    _ = [getattr(*place) for place in places]
                     inspect.signature(function).bind(*args, **kwargs)
             return function(*args, **kwargs)
 
