@@ -70,7 +70,7 @@ class TracedModel:
         # What it takes from outside, by the names of its placeholders.
         self.captured = {inner.name: outer for outer, inner in pairs}
         self._handles = {id(outer): inner for outer, inner in pairs}
-        self.definition = self.graph.as_graph_def()
+        self.definition = self.graph.as_graph_def()  # with the gradient later
         if self.definition.library.function and not tf.executing_eagerly():
             # Else TensorFlow may forget functions that a piece calls.
             tf.compat.v1.get_default_graph().add_to_collection(
@@ -127,7 +127,6 @@ class ModelGraph:
 
     def __init__(self, traced):
         self.traced = traced
-        self.definition = traced.definition  # with the gradient later
         # By the names of operations: the place of its piece in the order of all
         # pieces. In the forward pass it is its stage.
         self.positions: dict = {}
@@ -256,7 +255,7 @@ class ModelGraph:
                 # kept from one part to another.
                 stop_gradients=[x for x in reads if x.dtype != tf.resource],
             )
-        self.definition = traced.graph.as_graph_def()
+        traced.definition = traced.graph.as_graph_def()
         self._find_positions(by_ends)
         positions = [self._ready_at(tensors_in(each)) for each in gradients]
         for norm, position in zip(norms, positions[len(reads) :], strict=True):
@@ -410,7 +409,9 @@ class Piece:
         used = {e.name for op in self._operations.values() for e in op.inputs}
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
-            definition_of(self._operations.values(), self._graph.definition),
+            definition_of(
+                self._operations.values(), self._graph.traced.definition
+            ),
             {name: capture(values[name]) for name in used & values.keys()},
             made,
             name="part",
