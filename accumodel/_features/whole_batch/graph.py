@@ -181,7 +181,6 @@ class ModelGraph:
             stage = max((self.positions[each] for each in before), default=0)
             if op.name in noted:
                 stage = self._made_at(noted[op.name]) + 1
-            self.positions[op.name] = stage
             if op.type == "Cast" and op.inputs[0].dtype.size < 4:
                 self._again.add(op.name)
             is_pinned = op.name in inputs
@@ -191,10 +190,10 @@ class ModelGraph:
                 is_pinned = not is_read or op.name in of_assigned
                 if is_read:
                     stage = max(stage, stages.get(handle, 0))
-                    self.positions[op.name] = stage
                 else:
                     self._effects.setdefault(stage, []).append(op)
                     found.setdefault(handle, stage)
+            self.positions[op.name] = stage
             if is_pinned or not self._of_samples.isdisjoint(before):
                 self._of_samples.add(op.name)
         return found
