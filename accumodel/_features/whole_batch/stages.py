@@ -109,8 +109,9 @@ class WholeBatch(Feature):
             _, loss = passes.loss_of_batch(
                 outputs, layer_losses, x, y, sample_weight
             )
-        step = plan, x, y, outputs, sample_weight, loss
-        return forward_backward.log(*step, passes.parts.samples)
+        return forward_backward.log(
+            plan, x, y, outputs, sample_weight, loss, passes.parts.samples
+        )
 
 
 class _Passes:
@@ -438,8 +439,11 @@ def _require_rows(plan, tensors):
         for path, output in keras.tree.flatten_with_path(tensors.outputs)
         if output is not None
     ]
-    vectors = [loss for loss in tensors.losses if loss.shape.rank]
-    named += [("a loss of `add_loss`", each) for each in vectors]
+    named += [
+        ("a loss of `add_loss`", loss)
+        for loss in tensors.losses
+        if loss.shape.rank
+    ]
     for name, output in named:
         # The number of samples in a part is not known.
         is_dense = isinstance(output, tf.Tensor) and output.shape.rank
