@@ -103,12 +103,10 @@ class WholeBatch(Feature):
         """Evaluates one fed batch, see `train`."""
         data = micro_batches.as_tensors(data)
         passes = _Passes(plan, data, is_training=False)
-        outputs, layer_losses = passes.run_forward()
+        outputs, losses = passes.run_forward()
         x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
         with one_step(plan, data):
-            _, loss = passes.loss_of_batch(
-                outputs, layer_losses, x, y, sample_weight
-            )
+            _, loss = passes.loss_of_batch(outputs, losses, x, y, sample_weight)
         return forward_backward.log(
             plan, x, y, outputs, sample_weight, loss, passes.parts.samples
         )
@@ -228,7 +226,7 @@ class _Passes:
     # -- 1. Forward, one micro-batch at a time ---------------------------------
 
     def run_forward(self):
-        """Returns the outputs, and pairs of a layer and an added loss."""
+        """Returns the outputs, and the added losses."""
         graph = self._graph
         for piece in graph.forward:
             collected = self._forward_of(piece)
@@ -245,7 +243,7 @@ class _Passes:
                 private_names.set_mask(output, mask)
             if logits is not None:
                 private_names.set_logits(output, logits)
-        return outputs, [*zip(graph.traced.tensors.owners, losses, strict=True)]
+        return outputs, losses
 
     def _forward_of(self, piece):
         states = assignments.States(piece.assigned)
@@ -264,14 +262,13 @@ class _Passes:
 
     # -- 2. The loss of the batch ----------------------------------------------
 
-    def gradients_of_loss(self, outputs, layer_losses):
+    def gradients_of_loss(self, outputs, losses):
         """Returns gradients of the loss, its weight, and a function for logs.
 
         Gradients by the variables that the loss itself uses, in a list, and by
         the flat outputs, their logits and added losses, in a dict.
         """
         logits = [*map(private_names.logits_of, tf.nest.flatten(outputs))]
-        losses = [loss for _, loss in layer_losses]
         ends = tf.nest.flatten([outputs, logits, losses])
         watched = {
             i: each
@@ -279,7 +276,7 @@ class _Passes:
             if each is not None
             and (each.dtype.is_floating or each.dtype.is_complex)
         }
-        compute = functools.partial(self.loss_of_batch, outputs, layer_losses)
+        compute = functools.partial(self.loss_of_batch, outputs, losses)
         (own, by_ends), weight, log = forward_backward.differentiate(
             self._plan, self.parts.data, compute, [*watched.values()]
         )
@@ -307,12 +304,14 @@ class _Passes:
         is_right = tf.math.is_finite(gradient) | (self.parts.samples > 0)
         return tf.where(is_right, gradient, tf.zeros_like(gradient))
 
-    def loss_of_batch(self, outputs, layer_losses, x, y, sample_weight):
+    def loss_of_batch(self, outputs, losses, x, y, sample_weight):
         """Returns the outputs, and the loss, of the whole batch."""
         self._states.record_known()
         # Keras knows losses by their ids, and keeps them in a scope.
         with assignments.Recorder(self._states.record):
-            for layer, loss in layer_losses:
+            for layer, loss in zip(
+                self._graph.traced.tensors.owners, losses, strict=True
+            ):
                 # Not by the method of functional models, which refuses.
                 keras.layers.Layer.add_loss(layer, loss)
             function = self._plan.model.compute_loss
