@@ -345,9 +345,11 @@ class _Passes:
         with self._states.rolled_back():
             for piece in pieces:
                 made = self._backward_of(piece, by_statistics, collector, add)
-                for name, array in made.items():
-                    if array is not None:
-                        by_statistics[name] = tf.reduce_sum(array.stack(), 0)
+                by_statistics |= {
+                    name: tf.reduce_sum(array.stack(), 0)
+                    for name, array in made.items()
+                    if array is not None
+                }
 
     def _backward_of(self, piece, by_statistics, collector, add):
         """Runs a stage backward; returns gradients by statistics, by name."""
