@@ -17,7 +17,6 @@ import numpy as np
 import tensorflow as tf
 
 import accumodel
-from accumodel import AccumulatingModel
 
 BATCH, MICRO_BATCH = 128, 16
 SAMPLES = BATCH * 5 // 2  # the last batch is short
@@ -203,7 +202,7 @@ def compare(problem, precision="float32", jit=False, strategy=None):
             try:
                 with strategy.scope():
                     _, ours = train_model(
-                        problem, AccumulatingModel, jit, arguments
+                        problem, accumodel.AccumulatingModel, jit, arguments
                     )
                 result = judge(ours, plain, again, precision)
             except Exception as error:

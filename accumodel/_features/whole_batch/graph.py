@@ -27,8 +27,7 @@ import typing
 import tensorflow as tf
 
 from accumodel._features.whole_batch.sync_batch_norm import Norms
-from accumodel._keras_and_tf import optimizers, private_names
-from accumodel._keras_and_tf.graphs import READS, definition_of
+from accumodel._keras_and_tf import graphs, optimizers, private_names
 from accumodel._micro_batch import assignments, weights
 from accumodel._micro_batch.micro_batches import map_present, tensors_in
 
@@ -186,7 +185,7 @@ class ModelGraph:
             is_pinned = op.name in inputs
             if op.op_def.is_stateful:
                 handle = op.inputs[0].name if op.inputs else None
-                is_read = op.type.startswith(READS)
+                is_read = op.type.startswith(graphs.READS)
                 is_pinned = not is_read or op.name in of_assigned
                 if is_read:
                     stage = max(stage, stages.get(handle, 0))
@@ -408,7 +407,7 @@ class Piece:
         used = {e.name for op in self._operations.values() for e in op.inputs}
         capture = tf.compat.v1.get_default_graph().capture
         tensors = tf.graph_util.import_graph_def(
-            definition_of(
+            graphs.definition_of(
                 self._operations.values(), self._graph.traced.definition
             ),
             {name: capture(values[name]) for name in used & values.keys()},

@@ -30,8 +30,7 @@ import tensorflow as tf
 from accumodel._features.whole_batch import sync_batch_norm
 from accumodel._features.whole_batch.graph import ModelGraph, TracedModel
 from accumodel._fit.rehearsal import output_shapes
-from accumodel._keras_and_tf import private_names, replicas
-from accumodel._keras_and_tf.optimizers import trained_norms
+from accumodel._keras_and_tf import optimizers, private_names, replicas
 from accumodel._micro_batch import (
     assignments,
     forward_backward,
@@ -71,7 +70,7 @@ class WholeBatch(Feature):
     def is_needed(self):
         """Whether there is something to wait for."""
         model, options = self.accumulation.model, self.accumulation.options
-        return options.gradient_cache or bool(trained_norms(model))
+        return options.gradient_cache or bool(optimizers.trained_norms(model))
 
     def keeps_test_step(self):
         # With the cache, a custom one gets the batch whole, as the loss does.
