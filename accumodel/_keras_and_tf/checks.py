@@ -216,8 +216,7 @@ def require_optimizer(optimizer, skip_nonfinite):
             f"Received: optimizer={optimizer!r}"
         )
     for each in optimizers.with_inner_optimizers(optimizer):
-        steps = getattr(each, "gradient_accumulation_steps", None)
-        if steps:
+        if steps := getattr(each, "gradient_accumulation_steps", None):
             raise ValueError(
                 "Make the optimizer without `gradient_accumulation_steps`: the "
                 "model accumulates, by `micro_batch_size` or `accum_steps`. "

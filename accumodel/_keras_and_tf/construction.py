@@ -44,8 +44,10 @@ def in_place_of_keras(cls, args, kwargs, accumulating, functional):
     if is_next_to_keras and is_functional(args, kwargs):
         _make_functional(cls, accumulating, functional)
     elif is_next_to_keras and args and isinstance(args[0], KerasModel):
-        name = f"`{cls.__name__}.from_model(model)`"
-        raise TypeError(f"`inputs` is a model. Use {name}. Received: {args[0]}")
+        raise TypeError(
+            f"`inputs` is a model. Use `{cls.__name__}.from_model(model)`. "
+            f"Received: {args[0]}"
+        )
     try:
         yield
     finally:

@@ -98,8 +98,7 @@ def lifted(function):
         return tf.nest.pack_sequence_as(function.structured_outputs, found)
 
     specs = [tf.TensorSpec(x.shape, x.dtype) for x in inputs]
-    lean = tf.function(lift, autograph=False)
-    return lean.get_concrete_function(*specs)
+    return tf.function(lift, autograph=False).get_concrete_function(*specs)
 
 
 def definition_of(operations, definition):
