@@ -236,8 +236,11 @@ class AccumulatingModel(keras.Model):
         With `"auto"` or `"fastest"` it is the size found so far, or the samples
         of a replica if these are fewer; `None` before the first batch.
         """
-        features = self._accumulation.features
-        sizes = (x.current_size() for x in features if x.runs_again)
+        sizes = (
+            feature.current_size()
+            for feature in self._accumulation.features
+            if feature.runs_again
+        )
         return next(sizes, self.micro_batch_size)  # type: ignore[return-value]
 
     @property
@@ -434,9 +437,12 @@ class AccumulatingModel(keras.Model):
         for every batch"` if that is proved, `"exact"` if the first batch was
         compared, `"differs"` or `"not made"`; see `verify` of `compile`.
         """
-        features = self._accumulation.features
-        checks = (x for x in features if isinstance(x, FirstBatch))
-        return next((each.verdict.text for each in checks), None)
+        texts = (
+            feature.verdict.text
+            for feature in self._accumulation.features
+            if isinstance(feature, FirstBatch)
+        )
+        return next(texts, None)
 
     first_batch_check = verdict  # its name until 0.1.0
 
