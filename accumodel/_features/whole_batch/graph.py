@@ -82,7 +82,6 @@ class TracedModel:
         self.norms = Norms(
             optimizers.trained_norms(self.model) if splits else []
         )
-        context = private_names.control_flow_context()
         with self.norms.noted(), _Scope(self) as scope:
             outputs = private_names.call_model(self.model, x, is_training)
             losses = weights.added_losses(self.model)
@@ -99,7 +98,7 @@ class TracedModel:
             ],
             owners=owners,
             new=scope.state_mapping,
-            context=context,
+            context=private_names.control_flow_context(),
         )
         self.norms.are_known = True
 
