@@ -17,8 +17,10 @@ def build_optimizer(model):
 
 def scales_loss(optimizer):
     """Whether the optimizer looks for overflows, to find its loss scale."""
-    kind = keras.optimizers.LossScaleOptimizer
-    return any(isinstance(x, kind) for x in with_inner_optimizers(optimizer))
+    return any(
+        isinstance(each, keras.optimizers.LossScaleOptimizer)
+        for each in with_inner_optimizers(optimizer)
+    )
 
 
 def with_inner_optimizers(optimizer):

@@ -313,11 +313,10 @@ class _Passes:
             ):
                 # Not by the method of functional models, which refuses.
                 keras.layers.Layer.add_loss(layer, loss)
-            function = self._plan.model.compute_loss
             data = x, y, outputs, sample_weight
             try:
                 loss = forward_backward.call_compute_loss(
-                    function, *data, self._is_training
+                    self._plan.model.compute_loss, *data, self._is_training
                 )
             except (TypeError, ValueError) as error:
                 if "out of scope" in str(error):
