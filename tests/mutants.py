@@ -377,7 +377,7 @@ a variable has one gradient, of its first use
 seeds are those of the next stage
     _find_stages: set is_pinned is_read => not is_read
 a part that draws without a seed of its own draws the first rows
-    _collect: if _plan => part.assigned
+    _collect: set draws => piece.assigned
 statistics of a layer's own are not seen
     Norms.refuse_own_statistics: set own => set()
 a normalization in a loop is split

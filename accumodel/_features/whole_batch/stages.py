@@ -176,11 +176,10 @@ class _Passes:
 
     def _collect(self, piece, step):
         """Runs a piece in a step for each micro-batch; returns arrays."""
-        seeds: typing.Any = None
-        if piece.assigned or piece.reads(self._plan.numbers.rows):
-            seeds = random_numbers.Seeds(
-                self._plan, self._is_training, piece.assigned
-            )
+        draws = piece.assigned or piece.reads(self._plan.numbers.rows)
+        seeds = random_numbers.Seeds(
+            self._plan, self._is_training, piece.assigned
+        )
         # Gradients of variables are in the sums already.
         makes = {k: v for k, v in piece.makes.items() if k != "own"}
         count = self.parts.count
@@ -199,7 +198,7 @@ class _Passes:
         def body(i, arrays):
             with (
                 seeds.around_part(self.parts, i)
-                if seeds
+                if draws
                 else contextlib.nullcontext()
             ):
                 tensors = tensors_in(step(self._values_of(piece, i)))
