@@ -145,8 +145,7 @@ class FirstBatch(Feature):
                 scope = hooks.traced_first(self._take_findings)
             with scope:
                 result = function(batches)
-            if self._waiting is not None or self._findings:
-                self._take_findings(is_over=True)
+            self._take_findings(is_over=True)
             self.verdict.warn_of_held()
             return result
 
