@@ -165,7 +165,6 @@ class Comparison:
                 "a step is compared with two samples at once, and it gets one "
                 "at a time"
             )
-        run = functools.partial(self.runner.run, data)
         longer = data
         if self.padding == "added":
             longer = _with_a_step(self.known.data, data)
@@ -175,9 +174,9 @@ class Comparison:
             text = messages.last_line(error)
             text = f"the step fails for {size} samples: {text}"
             raise NotMade(text) from error
-        run = functools.partial(run, size if self.padding else count, True)
+        most = size if self.padding else count
         try:
-            whole = run()
+            whole = self.runner.run(data, most, is_whole=True)
         except tf.errors.InvalidArgumentError as error:
             return look._replace(kind="fixed", what=error)
         keys = [key for key in whole if key in parts]
