@@ -103,21 +103,17 @@ class Runner:
         A key is a kind, the number of a term, and a place in it.
         """
         function = self.function if is_whole else self._in_parts
-        states = [*self.states.values()]
-        before = [np.array(v.numpy()) for v in states]
-        parts, arrays = [], {}
+        before = {k: np.array(v.numpy()) for k, v in self.states.items()}
+        parts = []
         try:
             for i in range(-(-int(count_samples(data)) // size)):
                 part = tf.constant([i, size], tf.int64)
                 terms = function(*part, *leaves_of(data))
                 parts.append(tf.nest.map_structure(_array, terms))
-            for key, variable, value in zip(
-                self.states, states, before, strict=True
-            ):
-                arrays[key] = _change(variable, value)
+            arrays = {k: _change(v, before[k]) for k, v in self.states.items()}
         finally:
-            for variable, value in zip(states, before, strict=True):
-                variable.assign(value)
+            for key, variable in self.states.items():
+                variable.assign(before[key])
         for k, terms in enumerate(zip(*parts, strict=True)):
             for (kind, i), value in _join(terms).items():
                 arrays[kind, k, i] = value
