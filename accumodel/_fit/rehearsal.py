@@ -352,9 +352,8 @@ def rehearse_step(
         with hooks.all_of(scope(parts, i) for scope in scopes):
             part = parts.data if is_sized else parts.data_of(i)
             divisors = accumulation.divisors_of(of_fed, parts.data)
-            given = part, collector, None, own.is_compiled, divisors
-            step = one_step(own, *given)
-            with step, collector.around_step(part):
+            step = own, part, collector, None, own.is_compiled, divisors
+            with one_step(*step), collector.around_step(part):
                 _run_step(own, part, collector, trains)
         return collector.terms
 

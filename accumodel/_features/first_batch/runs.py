@@ -13,7 +13,6 @@ from accumodel._features.first_batch.variables import NotMade, assigned_by
 from accumodel._fit.rehearsal import Silent, leaves_of
 from accumodel._micro_batch.micro_batches import (
     count_samples,
-    current_graph,
     current_step,
     floats_in,
 )
@@ -38,12 +37,11 @@ class Terms(Silent):
     def __init__(self, plan):
         super().__init__(plan)
         self.sources: dict = {}  # what a term is of, by its key
-        self._graph = current_graph()
         # The variables of each call, the gradients and their weight.
         self._added: list = []
 
     def add(self, accumulator, gradients, weight, is_last):
-        if current_graph() is not self._graph:
+        if current_step().is_conditional():
             raise NotMade("the step accumulates in a condition or a function")
         self.keep(accumulator.variables, gradients, weight)
 
