@@ -186,9 +186,8 @@ class Auto(Feature):
 
     def _save(self, variable):
         """Saves what a variable is before this batch."""
-        with replicas.scope_of(self.accumulation.strategy):
-            copies = replicas.local_results(optimizers.tf_variable(variable))
-            self._before += [(copy, copy.read_value()) for copy in copies]
+        copies = optimizers.copies_of(variable)
+        self._before += [(copy, copy.read_value()) for copy in copies]
 
     def _halve(self, samples, error):
         """Halves the size, or says why that would not help."""

@@ -37,6 +37,13 @@ def tf_variable(variable):
     return variable.value if isinstance(variable, keras.Variable) else variable
 
 
+def copies_of(variable):
+    """Returns what a variable is on each replica of this machine."""
+    variable = tf_variable(variable)
+    with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
+        return replicas.local_results(variable)
+
+
 def trained_norms(model):
     """Returns the normalizations in a model that training updates."""
     return [

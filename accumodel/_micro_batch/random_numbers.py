@@ -294,7 +294,7 @@ class Seeds:
         known = {
             id(copy)
             for key in self._states.before
-            for copy in _copies(self._states.variables[key])
+            for copy in optimizers.copies_of(self._states.variables[key])
         }
         used = private_names.used_variables(graph)
         for seed in filter(private_names.is_seed, used):
@@ -323,7 +323,7 @@ class Seeds:
             key
             for key in keys
             if not used.isdisjoint(
-                map(id, _copies(self._states.variables[key]))
+                map(id, optimizers.copies_of(self._states.variables[key]))
             )
         ]
 
@@ -452,10 +452,3 @@ def replaced_draws(draw, **others):
         hooks.builds(_maybe_build=build_by_keras, add_weight=build_by_keras),
     ):
         yield
-
-
-def _copies(seed):
-    """Returns the variables of a seed, one for each replica."""
-    variable = optimizers.tf_variable(seed)
-    with replicas.scope_of(getattr(variable, "distribute_strategy", None)):
-        return replicas.local_results(variable)

@@ -8,9 +8,10 @@ import contextlib
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names, replicas
+from accumodel._keras_and_tf import private_names
 from accumodel._keras_and_tf.graphs import is_assigned
 from accumodel._keras_and_tf.optimizers import (
+    copies_of,
     tf_variable,
     trained_norms,
     with_inner_optimizers,
@@ -76,9 +77,7 @@ def watching(model):
     owners = [*model.metrics, *private_names.loss_trackers(model)]
     owners += [*private_names.tracked_metrics(model), *trained_norms(model)]
     variables = [tf_variable(x) for owner in owners for x in owner.variables]
-    with replicas.scope_of(model.distribute_strategy):
-        copies = [*map(replicas.local_results, variables)]
-    return [each for some in copies for each in some] + variables
+    return variables + [x for v in variables for x in copies_of(v)]
 
 
 def name_of(variable, model):
