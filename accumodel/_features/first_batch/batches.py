@@ -124,11 +124,6 @@ class FirstBatch(Feature):
         with replicas.scope_of(self.accumulation.strategy):
             is_unlike = bool(tf.identity(self._unlike) > 0)
         if is_unlike:
-            self._take_back()
-
-    def _take_back(self):
-        """Says that nothing is known of arrays of unlike lengths."""
-        if self.verdict.was_compared or self.verdict.is_proved:
             self.verdict.take_back(messages.UNLIKE)
 
     # -- the trace of the training ---------------------------------------------
@@ -297,7 +292,7 @@ class FirstBatch(Feature):
         # Unless an update is larger than what was compared.
         now.is_done |= 0 < now.most * steps <= now.samples
         if steps > 1 and not _are_alike(batches[-1]):
-            self._take_back()
+            self.verdict.take_back(messages.UNLIKE)
         plan, is_new = self.accumulation.plan(), now.finding is None
         if is_new and (why := _why_not_asked(plan)):
             now.finding = unknown(why)

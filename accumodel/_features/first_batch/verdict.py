@@ -56,9 +56,10 @@ class Verdict:
             self._verdict = verdict
 
     def take_back(self, why):
-        """Says that what was compared says nothing of later batches."""
-        self._verdict = f"not made: {why}"
-        warnings.warn(messages.taken_back(why), stacklevel=2)
+        """Says that what was found exact says nothing of later batches."""
+        if self.was_compared or self.is_proved:
+            self._verdict = f"not made: {why}"
+            warnings.warn(messages.taken_back(why), stacklevel=2)
 
     @property
     def was_compared(self):
