@@ -17,7 +17,6 @@ from accumodel._features.first_batch.variables import NotMade
 from accumodel._features.first_batch.verdict import Verdict
 from accumodel._features.proof import Proof
 from accumodel._fit import rehearsal
-from accumodel._fit.rehearsal import Silent
 from accumodel._keras_and_tf import hooks, replicas
 from accumodel._keras_and_tf.checks import InexactWarning
 from accumodel._keras_and_tf.optimizers import trained_norms
@@ -410,7 +409,7 @@ def rehearse(plan, data, traced, is_sized=False):
     rehearsed = rehearsal.rehearse_parts(
         plan,
         data,
-        lambda own: Silent(own, Observer(own, findings, is_alike)),
+        lambda own: rehearsal.Silent(own, Observer(own, findings, is_alike)),
         is_sized=is_sized,
     )
     for found, _ in rehearsed:

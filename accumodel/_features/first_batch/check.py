@@ -15,7 +15,6 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._features.first_batch import messages, runs
-from accumodel._features.first_batch.runs import Runner
 from accumodel._features.first_batch.variables import (
     NotMade,
     assigned_by,
@@ -92,7 +91,7 @@ class Comparison:
     known: typing.Any  # the `Signature` of such batches
     data: typing.Any  # all samples of an update of one replica
     size: int  # the most of them in a micro-batch
-    runner: Runner
+    runner: runs.Runner
     padding: str = ""  # "cut off", or one more step of it is "added"
 
     @functools.cached_property
@@ -306,11 +305,11 @@ def compare(plan, known, fed):
 def _comparisons(plan, known, data, size, rehearsed):
     """Yields the comparisons of an update, one after the other."""
     for pair in rehearsed:
-        yield Comparison(plan, known, data, size, Runner(pair))
+        yield Comparison(plan, known, data, size, runs.Runner(pair))
     if plan.accumulation.spans_batches and _is_padded(known.data, data):
         with runs.same_draws():
             pair = rehearse_step(plan, known.data, runs.Terms)
-        runner = Runner(pair)
+        runner = runs.Runner(pair)
         yield Comparison(plan, known, data, size, runner, padding="added")
     if plan.orders is None:
         return
@@ -323,7 +322,7 @@ def _comparisons(plan, known, data, size, rehearsed):
             rehearse_step(own, known.data, runs.Terms, features=features)
             for features in (None, plan.features)
         )
-    runner = Runner(whole, parts.result())
+    runner = runs.Runner(whole, parts.result())
     yield Comparison(plan, known, data, size, runner, padding="cut off")
 
 
