@@ -130,9 +130,11 @@ class ObservedStep:
         # The loss and its weight; or of a custom step, gradients, their weight
         # and their graph, for each time that it accumulates.
         self._terms: list = []
-        is_asked = first_leaf(data).shape[0] is None
-        self._finding = unknown("no loss", is_asked=is_asked)
-        self._finding.operations = collections.Counter()
+        self._finding = unknown(
+            "no loss",
+            is_asked=first_leaf(data).shape[0] is None,
+            operations=collections.Counter(),
+        )
         self._failed: Proof | None = None
 
     def scopes(self):
