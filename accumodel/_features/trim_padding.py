@@ -18,7 +18,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._fit.rehearsal import output_shapes
+from accumodel._fit.rehearsal import leaves_of, output_shapes
 from accumodel._keras_and_tf import hooks, private_names
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.micro_batches import as_tensors, current_step
@@ -108,7 +108,7 @@ class Ordered:
         targets, weights = [
             [
                 (leaf, trimming.cuts_outputs and _is_wide(leaf, key))
-                for leaf in _arrays_of(each)
+                for leaf in leaves_of(each)
             ]
             for each in others
         ]
@@ -125,8 +125,10 @@ class Ordered:
         self._cut = [*trimming.cut, *(e for _, e in targets + weights)]
         order = tf.argsort(lengths, direction="DESCENDING", stable=True)
         self._lengths = tf.gather(lengths, order)
-        self.data = _map(
-            lambda e: tf.gather(e, order) if e.shape.rank else e, data
+        self.data = keras.tree.map_structure(
+            lambda e: tf.gather(e, order) if e.shape.rank else e,
+            data,
+            none_is_leaf=False,
         )
 
     def has_padding(self):
@@ -148,17 +150,7 @@ class Ordered:
             is_wide = tf.equal(tf.shape(leaf)[1], self.width)
             return leaf[:, : tf.where(is_wide, width, tf.int32.max)]
 
-        return _map(cut_leaf, part)
-
-
-def _map(function, data):
-    return keras.tree.map_structure(
-        lambda leaf: None if leaf is None else function(leaf), data
-    )
-
-
-def _arrays_of(data):
-    return [leaf for leaf in keras.tree.flatten(data) if leaf is not None]
+        return keras.tree.map_structure(cut_leaf, part, none_is_leaf=False)
 
 
 def _is_wide(leaf, key):
@@ -202,7 +194,7 @@ class _Padding:
     def _call_padded(self, original, owner, y_true, y_pred, sample_weight=None):
         """Calls a loss, or updates the metrics of an output."""
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
-        pairs = zip(_arrays_of(y), self._ordered.cut_targets, strict=True)
+        pairs = zip(leaves_of(y), self._ordered.cut_targets, strict=True)
         is_cut = any(leaf is y_true for leaf, is_cut in pairs if is_cut)
         means = keras.metrics.MeanMetricWrapper  # only they look at masks
         metrics = [] if isinstance(owner, keras.losses.Loss) else owner.metrics

@@ -434,7 +434,7 @@ def rehearse_again():
 
 
 def leaves_of(data):
-    """Returns what a rehearsed step takes of a batch."""
+    """Returns the flat leaves of a batch that are there."""
     return [leaf for leaf in keras.tree.flatten(data) if not _is_missing(leaf)]
 
 
