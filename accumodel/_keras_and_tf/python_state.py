@@ -77,8 +77,7 @@ class PythonState:
             (x for x in _COLLECTIONS if issubclass(type(value), x)), None
         )
         if generator := _generator(value):
-            state, put_back = generator
-            stack.callback(put_back, state)
+            stack.callback(*generator)
         elif isinstance(value, np.ndarray):
             if value.nbytes <= _LARGE and value.flags.writeable:
                 stack.callback(np.copyto, value, value.copy())
@@ -119,7 +118,7 @@ class PythonState:
         found: dict = {}
         for name, value in self._values:
             if generator := _generator(value):
-                found[name] = str(generator[0])
+                found[name] = str(generator[1])
             elif isinstance(value, np.ndarray):
                 found[name] = value.tobytes() if value.nbytes < _LARGE else None
             elif isinstance(value, _COLLECTIONS):
@@ -153,16 +152,16 @@ def _forget_calls(function, size):
 
 
 def _generator(value):
-    """Returns the state of a generator, and what sets it; or `None`."""
+    """Returns what sets the state of a generator, and that; or `None`."""
     if isinstance(value, np.random.Generator):
         bits = value.bit_generator
-        return bits.state, functools.partial(setattr, bits, "state")
+        return functools.partial(setattr, bits, "state"), bits.state
     if isinstance(value, np.random.RandomState):
-        return value.get_state(legacy=False), value.set_state
+        return value.set_state, value.get_state(legacy=False)
     if isinstance(value, random.Random) and not (
         isinstance(value, random.SystemRandom)  # which has no state
     ):
-        return value.getstate(), value.setstate
+        return value.setstate, value.getstate()
     return None
 
 
