@@ -170,9 +170,10 @@ class Comparison:
         try:
             parts = self.runner.run(longer, size)
         except tf.errors.InvalidArgumentError as error:
-            text = messages.last_line(error)
-            text = f"the step fails for {size} samples: {text}"
-            raise NotMade(text) from error
+            raise NotMade(
+                f"the step fails for {size} samples: "
+                f"{messages.last_line(error)}"
+            ) from error
         most = size if self.padding else count
         try:
             whole = self.runner.run(data, most, is_whole=True)
@@ -368,8 +369,7 @@ def _refuse_slices(plan, data):
         slice_data(*given)
     except ValueError as error:
         if plan.is_split:
-            text = f"the batch cannot be split: {error}"
-            raise NotMade(text) from error
+            raise NotMade(f"the batch cannot be split: {error}") from error
         *_, lengths = str(error).partition("Received: ")
         raise NotMade(
             f"the arrays of a batch hold other numbers of samples ({lengths}), "
