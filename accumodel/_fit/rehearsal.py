@@ -195,7 +195,6 @@ class Silent(Collector):
     def around_step(self, data):
         with super().around_step(data), contextlib.suppress(Enough):
             yield
-            self.finish()
 
     def require_place(self, accumulator):
         pass  # it is outside of all strategies
@@ -222,9 +221,6 @@ class Silent(Collector):
         if self.observer is not None:
             self.observer.step.note_outputs(read, self.loss)
         raise Enough
-
-    def finish(self):
-        """Makes the `terms`, at the end of the step."""
 
     def _build_trackers(self, y_pred):
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)

@@ -37,8 +37,6 @@ class Terms(Silent):
     def __init__(self, plan):
         super().__init__(plan)
         self.sources: dict = {}  # what a term is of, by its key
-        # The variables of each call, the gradients and their weight.
-        self._added: list = []
 
     def add(self, accumulator, gradients, weight, is_last):
         if current_step().is_conditional():
@@ -46,8 +44,15 @@ class Terms(Silent):
         self.keep(accumulator.variables, gradients, weight)
 
     def keep(self, variables, gradients, weight):
-        weight = None if weight is None else tf.convert_to_tensor(weight)
-        self._added.append((variables, gradients, weight))
+        term = {}
+        if weight is not None:
+            term[WEIGHTS, 0] = tf.convert_to_tensor(weight)
+        pairs = zip(variables, gradients, strict=True)
+        for i, (variable, gradient) in enumerate(pairs):
+            if gradient is not None:
+                self.sources[GRADIENTS, len(self.terms), i] = variable
+                term[GRADIENTS, i] = _sketch(gradient)
+        self.terms.append(term)
 
     def note(self, y_pred, loss, weight):
         self._build_trackers(y_pred)
@@ -71,16 +76,6 @@ class Terms(Silent):
         places = begin + tf.range(tf.shape(rows, tf.int64)[0])
         factors = 1 + _factors(places, rows)
         return rows * tf.reshape(factors, [-1] + [1] * (rows.shape.rank - 1))
-
-    def finish(self):
-        for k, (variables, gradients, weight) in enumerate(self._added):
-            term = {} if weight is None else {(WEIGHTS, 0): weight}
-            pairs = zip(variables, gradients, strict=True)
-            for i, (variable, gradient) in enumerate(pairs):
-                if gradient is not None:
-                    self.sources[GRADIENTS, k, i] = variable
-                    term[GRADIENTS, i] = _sketch(gradient)
-            self.terms.append(term)
 
 
 class Runner:
