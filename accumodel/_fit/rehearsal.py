@@ -207,22 +207,22 @@ class Silent(Collector):
 
     def note(self, y_pred, loss, weight):
         """Takes what a step of Keras's own computes before its gradients."""
-        self._build_trackers(y_pred)
+        self.build_trackers(y_pred)
         super().note(y_pred, loss, weight)
         if not (self.plan.is_custom or has_own_metrics(self.plan)):
             raise Enough
 
-    def note_outputs(self, y_pred, read):
-        """Takes outputs, and those that the loss of a whole batch reads.
+    def note_outputs(self, read):
+        """Takes what the loss of a whole batch reads of the outputs.
 
         Returns what to differentiate, and its weight.
         """
-        self._build_trackers(y_pred)
         if self.observer is not None:
             self.observer.step.note_outputs(read, self.loss)
         raise Enough
 
-    def _build_trackers(self, y_pred):
+    def build_trackers(self, y_pred):
+        """Makes the trackers of losses and metrics, as Keras does."""
         _, y, _ = keras.utils.unpack_x_y_sample_weight(current_step().data)
         private_names.build_trackers(self.plan.model, y, y_pred)
 
@@ -409,7 +409,8 @@ def _run_step(plan, data, collector, trains):
                 raise
             except Exception as error:  # it may need the sizes of a whole batch
                 collector.error = error
-            loss, weight = collector.note_outputs(y_pred, read)
+            collector.build_trackers(y_pred)
+            loss, weight = collector.note_outputs(read)
         variables = model.trainable_variables
         collector.keep(variables, tape.gradient(loss, variables), weight)
 

@@ -55,10 +55,9 @@ class Terms(Silent):
         self.terms.append(term)
 
     def note(self, y_pred, loss, weight):
-        self._build_trackers(y_pred)
+        self.build_trackers(y_pred)
 
-    def note_outputs(self, y_pred, read):
-        self._build_trackers(y_pred)
+    def note_outputs(self, read):
         samples = tf.cast(count_samples(current_step().data), tf.float64)
         of_layers = added_losses(self.plan.model)
         outputs = [x for x in floats_in(read) if x.shape.rank]
