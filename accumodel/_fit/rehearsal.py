@@ -353,12 +353,11 @@ def rehearse_step(
                 _run_step(own, part, collector, trains)
         return collector.terms
 
-    of_weights = [
+    scalars = [tf.TensorSpec((), tf.int64)] * 2
+    with hooks.all_of(
         hooks.replaced(accumulator._seen, "has_weights", None)
         for accumulator in accumulation.accumulators
-    ]
-    scalars = [tf.TensorSpec((), tf.int64)] * 2
-    with hooks.all_of(of_weights):
+    ):
         specs = leaves_of(data) if is_sized else specs_of(data)
         found = rehearse(
             plan.model, one_part, *scalars, *specs, is_real=is_real

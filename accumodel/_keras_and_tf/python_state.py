@@ -35,8 +35,10 @@ class PythonState:
     """
 
     def __init__(self, owners):
-        self._names = private_names.own_attributes()
-        self._names |= {"_accumulation", "_gradient_accumulator"}
+        self._names = private_names.own_attributes() | {
+            "_accumulation",
+            "_gradient_accumulator",
+        }
         owners = [owner for owner in owners if not checks.is_ours(type(owner))]
         self._stack = contextlib.ExitStack()
         self._values: list = []  # with the names of owners

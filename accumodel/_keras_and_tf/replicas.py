@@ -141,11 +141,11 @@ def of_one_replica(data, strategy):
         return keras.tree.map_structure(of_one, data)
 
 
-def outside(function):
+def outside(function, *args):
     """Calls a function outside of all strategies."""
     if not tf.distribute.has_strategy():
-        return function()
-    return in_new_thread(function)
+        return function(*args)
+    return in_new_thread(function, *args)
 
 
 def in_new_thread(function, *args):

@@ -311,8 +311,7 @@ class FirstBatch(Feature):
                 rehearsal.build(plan, as_tensors(traced))
                 self._now.finding = rehearse(plan, self._now.data, traced)
         if not (plan.is_split or _has_known_size(traced)):
-            make = self.accumulation.make_sum
-            self._unlike = make((), tf.float64, "unlike")
+            self._unlike = self.accumulation.make_sum((), tf.float64, "unlike")
 
     # -- what is known of them -------------------------------------------------
 
@@ -350,8 +349,7 @@ class FirstBatch(Feature):
         now, plan = self._now, self.accumulation.plan()
         now.fed = []
         with self._explained():
-            verdict = replicas.outside(lambda: compare(plan, now, batches))
-            self._end(verdict)
+            self._end(replicas.outside(compare, plan, now, batches))
             now.samples = now.most * self._steps()
 
     @contextlib.contextmanager
