@@ -151,11 +151,12 @@ class Auto(Feature):
         accumulators = self.accumulation.accumulators
         if trains:
             self._prepare_cycle(accumulators)
-        samples = max(
-            micro_batches.count_of_each_replica(
-                data, self.accumulation.strategy
-            )
-        )
+        strategy = self.accumulation.strategy
+        own = [
+            replicas.of_one_replica(data, strategy, place)
+            for place in range(strategy.num_replicas_in_sync)
+        ]
+        samples = max(int(micro_batches.first_leaf(x).shape[0]) for x in own)
         self._before = []
         for variable in self._assigned.values():
             self._save(variable)

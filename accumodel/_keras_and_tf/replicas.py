@@ -124,7 +124,7 @@ def local_results(value):
     return tf.distribute.get_strategy().experimental_local_results(value)
 
 
-def of_one_replica(data, strategy):
+def of_one_replica(data, strategy, place=0):
     """Returns what one replica of this machine gets of a batch, or its spec."""
 
     def of_one(leaf):
@@ -134,7 +134,8 @@ def of_one_replica(data, strategy):
             tf.distribute.DistributedValues,
         ):
             return tf.nest.flatten(leaf, expand_composites=True)[0]
-        leaf = local_results(leaf)[0]
+        leaves = local_results(leaf)  # one if all replicas get the same batch
+        leaf = leaves[min(place, len(leaves) - 1)]
         return None if isinstance(leaf, tf.experimental.Optional) else leaf
 
     with scope_of(strategy):

@@ -285,19 +285,6 @@ def _leaves(data):
     ]
 
 
-def count_of_each_replica(data, strategy):
-    """Returns the samples of each replica in a list of ints."""
-    with replicas.scope_of(strategy):
-        # One array if all replicas get the same batch.
-        leaves = [*map(replicas.local_results, keras.tree.flatten(data))]
-        batches = [
-            [leaf[min(i, len(leaf) - 1)] for leaf in leaves]
-            for i in range(max(map(len, leaves)))
-        ]
-    batches = [keras.tree.pack_sequence_as(data, batch) for batch in batches]
-    return [int(first_leaf(each).shape[0]) for each in batches]
-
-
 def _counted(data):
     """Returns the arrays that say how many samples there are, with paths."""
     # These are the targets: inputs may hold arrays of other lengths, such as
