@@ -202,9 +202,6 @@ class Silent(Collector):
     def add(self, accumulator, gradients, weight, is_last):
         pass
 
-    def keep(self, variables, gradients, weight):
-        """Takes gradients of outputs, instead of those of a loss."""
-
     def note(self, y_pred, loss, weight):
         """Takes what a step of Keras's own computes before its gradients."""
         self.build_trackers(y_pred)
@@ -215,7 +212,8 @@ class Silent(Collector):
     def note_outputs(self, read):
         """Takes what the loss of a whole batch reads of the outputs.
 
-        Returns what to differentiate, and its weight.
+        Another kind returns what to differentiate, and its weight, and has a
+        `keep`, which takes these gradients.
         """
         if self.observer is not None:
             self.observer.step.note_outputs(read, self.loss)

@@ -44,6 +44,7 @@ class Terms(Silent):
         self.keep(accumulator.variables, gradients, weight)
 
     def keep(self, variables, gradients, weight):
+        """Takes gradients, also of outputs, instead of those of a loss."""
         term = {}
         if weight is not None:
             term[WEIGHTS, 0] = tf.convert_to_tensor(weight)
