@@ -223,11 +223,9 @@ class ObservedStep:
         if graph is self._graph:
             return Proof("exact", "")
         for op in self._graph.get_operations():
-            is_choice = op.type in CONDITIONS
-            if is_choice and graph in bodies_of(op):
+            if op.type in CONDITIONS and graph in bodies_of(op):
                 return self._ask(prove_shared, op.inputs[0])
-        where = "the step accumulates in a loop or a function"
-        return Proof("unknown", where)
+        return Proof("unknown", "the step accumulates in a loop or a function")
 
     def _is_near(self, graph):
         """Whether a graph is that of the step, or right inside of it."""
