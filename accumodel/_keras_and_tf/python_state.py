@@ -134,10 +134,13 @@ class PythonState:
 
 def _modules_of(owners):
     """Returns the modules in which the classes of a user are written."""
-    names = {type(owner).__module__ for owner in owners}
     theirs = ("keras", "tensorflow", "accumodel", "builtins")
-    own = [name for name in names if name.split(".")[0] not in theirs]
-    return [sys.modules[name] for name in own if name in sys.modules]
+    names = {
+        type(owner).__module__
+        for owner in owners
+        if _package(owner) not in theirs
+    }
+    return [sys.modules[name] for name in names if name in sys.modules]
 
 
 def _forget_tensors(values, before):
