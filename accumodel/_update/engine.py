@@ -94,13 +94,14 @@ class Engine(tf.Module):
         self.optimizer = optimizer
         self._process_gradients, self._after_update = methods
         self._seen = _Seen([True] * len(variables))
+        counter = functools.partial(
+            tf.Variable, trainable=False, dtype=tf.int64
+        )
         with tf.init_scope(), replicas.scope_of(strategy):
-            steps = sums.make_counter("accum_steps")
-            steps.assign(accum_steps)
             self._settings = _Settings(
                 strategy,
                 variables,
-                steps,
+                counter(accum_steps, name="accum_steps"),
                 replicas.count_replicas(),
                 skip_nonfinite,
                 jit,
@@ -112,8 +113,8 @@ class Engine(tf.Module):
             # On each replica: the sum of the weights, by which the sums are
             # divided, and the sum of their sizes. float64: they may be many.
             self._totals = replicas.make_sum((2,), tf.float64, "totals")
-            self._count = sums.make_counter("pending_steps")
-            self._skipped = sums.make_counter("skipped_steps")
+            self._count = counter(0, name="pending_steps")
+            self._skipped = counter(0, name="skipped_steps")
             # Which variables get a gradient in this cycle, none before it. The
             # others get `None` at the update, so that Keras skips them.
             self._given = tf.Variable([False] * len(variables), trainable=False)

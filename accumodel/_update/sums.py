@@ -32,10 +32,6 @@ def make_accumulators(variables):
     return made
 
 
-def make_counter(name):
-    return tf.Variable(tf.zeros((), tf.int64), trainable=False, name=name)
-
-
 def overwrites(variable):
     """Whether the "gradient" of a variable is its new value, as in float8."""
     return getattr(variable, "overwrite_with_gradient", False)
