@@ -76,7 +76,8 @@ no wait for the gradients of a nested function
 float8 averaged
     sums.add_scaled: if overwrites => False
 gradients of an earlier cycle count
-    Engine._clear_cycle: call assign => None
+    Engine._clear_cycle: call _clear =>
+        self._clear(self._totals, self._count, self._counts, self._phase)
 weights that cancel divide
     sums: set _CANCELLED => -1.0
 pairs are taken apart

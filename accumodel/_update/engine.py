@@ -137,8 +137,9 @@ class Engine(tf.Module):
         return super()._trackable_children(save_type, **kwargs)
 
     def _clear_cycle(self):
-        self._clear(self._totals, self._count, self._counts, self._phase)
-        self._given.assign(tf.zeros_like(self._given))
+        self._clear(
+            self._totals, self._count, self._counts, self._phase, self._given
+        )
 
     def _clear(self, *variables):
         kinds = [(each.dtype, *each.shape) for each in variables]
