@@ -57,12 +57,7 @@ from accumodel._micro_batch.rows import Rows, host, once_in_each_graph
 _FAR = 1_000_003
 
 # In the names of operations that draw.
-_DRAWS = "accumodel_draws"
-
-
-def is_of_draws(name):
-    """Whether an operation of this name draws random numbers."""
-    return _DRAWS in name
+DRAWN = "accumodel_draws"
 
 
 class RandomNumbers:
@@ -370,7 +365,7 @@ class Draws:
         if name == "dropout" and arguments["rate"] in (0.0, 1.0):
             return original(**arguments)  # which draws nothing
         self._open_part()
-        with tf.name_scope(_DRAWS):
+        with tf.name_scope(DRAWN):
             return self._draw_rows(name, original, arguments)
 
     def _draw_rows(self, name, original, arguments):

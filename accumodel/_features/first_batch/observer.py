@@ -43,7 +43,7 @@ from accumodel._micro_batch.micro_batches import (
     has_axis,
     tensors_in,
 )
-from accumodel._micro_batch.random_numbers import is_of_draws
+from accumodel._micro_batch.random_numbers import DRAWN
 from accumodel._micro_batch.weights import added_losses
 
 # Whether an error of the check itself raises, as in the tests.
@@ -307,7 +307,7 @@ def _count(found, op, root):
         for each in body.get_operations():
             _count(found, each, root)
     is_float = any(x.dtype.is_floating for x in op.outputs)
-    is_replaced = MOMENTS in op.name or is_of_draws(op.name)
+    is_replaced = MOMENTS in op.name or DRAWN in op.name
     if not is_float or is_replaced or op.type in _MOVES:
         return
     what: typing.Any = None
