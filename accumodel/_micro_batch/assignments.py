@@ -96,7 +96,7 @@ class States:
     # without Python seeing it.
 
     def __init__(self, variables):
-        self._graph = current_graph()
+        self.graph = current_graph()  # of the step itself
         self.variables = variables
         self.before: dict = {}  # their values, by the same ids
 
@@ -110,12 +110,8 @@ class States:
         key = id(variable)
         self.variables[key] = variable
         if key not in self.before:
-            with self.in_step():
+            with within(self.graph):
                 self.before[key] = tf.convert_to_tensor(variable.value)
-
-    def in_step(self):
-        """Returns a scope in which all is part of the step itself."""
-        return within(self._graph)
 
     @contextlib.contextmanager
     def rolled_back(self):

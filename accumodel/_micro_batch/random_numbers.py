@@ -266,7 +266,7 @@ class Seeds:
             return
         self._is_begun = True
         if self._begins and self._spans:
-            with self._states.in_step(), recorded():
+            with within(self._states.graph), recorded():
                 self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
             self.read_seed(state)
@@ -275,7 +275,11 @@ class Seeds:
         """Reads a seed before the fed batch draws from it."""
         if self._begins and id(state) not in self._states.before:
             # Unseen by scopes, such as a `Recorder`.
-            with hooks.outside_of_scopes(), self._states.in_step(), recorded():
+            with (
+                hooks.outside_of_scopes(),
+                within(self._states.graph),
+                recorded(),
+            ):
                 self._plan.numbers.begin_seed(state, self._cycle)
         self._states.record(state)
 
