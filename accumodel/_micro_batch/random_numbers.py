@@ -236,10 +236,6 @@ class Seeds:
                 state, before = self._states.variables[key], self._states.before
                 state.assign(tf.where(is_last, state.value, before[key]))
 
-    def of_any(self):
-        """Returns a scope in which what is traced draws rows when it runs."""
-        return Draws(self._plan, self.read_seed).in_force()
-
     def _assign_rows(self, parts, i):
         """Assigns the `rows` of a micro-batch; returns whether it is the last.
 

@@ -147,9 +147,10 @@ class _Passes:
             )
             assignments.refuse_repeats(sliced.graph.as_graph_def(), why)
         seeds = random_numbers.Seeds(plan)
+        draws = random_numbers.Draws(plan, seeds.read_seed)
         with (
             one_step(plan, x, is_compiled=plan.is_compiled),
-            seeds.of_any(),
+            draws.in_force(),  # rows, when it runs
         ):
             traced = TracedModel(plan, x, is_training)
         seeds.refuse_others(traced.graph)
