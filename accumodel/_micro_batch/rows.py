@@ -66,15 +66,15 @@ class Rows(typing.NamedTuple):
         is_aligned = make is None and inner is not None and inner % block == 0
         with host():
             begin, samples, of_batch = once(self.draws.read_rows)
-            if own is None:
-                own = tf.cast(self.shape[axis], tf.int64)
             shape = self._tensor_of_shape()
             if inner is None:
                 inner = tf.reduce_prod(shape[axis + 1 :])
             first, multiple = once(operator.mul, begin, inner), 1
             apart = self._number(0)
-            if sizes[axis] is None or own != self.draws.samples:
-                own = tf.cast(own, tf.int64)
+            if own is None or own != self.draws.samples:
+                own = tf.cast(
+                    self.shape[axis] if own is None else own, tf.int64
+                )
                 multiple = tf.truncatediv(own, samples)
                 apart = begin * tf.minimum(
                     tf.truncatemod(own, samples), self._number(1)
