@@ -325,12 +325,11 @@ class Accumulation:
     def ready_logged(self):
         """Returns the variable of the logged losses, see `LossLogs`."""
         rows = len(private_names.loss_trackers(self.model))
-        logged = self.training.logged
+        training = self.training
         # Keras makes trackers of the outputs in the first step.
-        if logged is None or logged.shape[0] != rows:
-            logged = self.make_sum((rows, 5), tf.float64, "cycle")
-            self.training.logged = logged
-        return logged
+        if training.logged is None or training.logged.shape[0] != rows:
+            training.logged = self.make_sum((rows, 5), tf.float64, "cycle")
+        return training.logged
 
     def make_sum(self, shape, dtype, name):
         """Makes a variable in which each replica of the model has its sum."""
