@@ -175,15 +175,12 @@ class Accumulation:
         self.training.batch_size = arguments["batch_size"]
         for feature in self.features:
             feature.begin_fit(arguments)
-        token = engine.fitted.set(self.accumulators)
-        try:
-            with (
-                self._averages_of_updates(),
-                self.training.loss_weights.with_arrays("train", arguments),
-            ):
-                return super_fit(*args, **kwargs)
-        finally:
-            engine.fitted.reset(token)
+        with (
+            hooks.having(engine.fitted, self.accumulators),
+            self._averages_of_updates(),
+            self.training.loss_weights.with_arrays("train", arguments),
+        ):
+            return super_fit(*args, **kwargs)
 
     def evaluate(self, super_evaluate, args, kwargs):
         """Evaluates the model by Keras or another base class."""

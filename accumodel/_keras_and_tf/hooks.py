@@ -42,6 +42,16 @@ def replaced(instance, name, value):
 
 
 @contextlib.contextmanager
+def having(variable, value):
+    """Scope in which a `ContextVar` has a value."""
+    token = variable.set(value)
+    try:
+        yield
+    finally:
+        variable.reset(token)
+
+
+@contextlib.contextmanager
 def all_of(scopes):
     """Scope of all of these, each entered after the one before."""
     with contextlib.ExitStack() as stack:

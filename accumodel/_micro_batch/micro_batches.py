@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import replicas
+from accumodel._keras_and_tf import hooks, replicas
 from accumodel._micro_batch.feature import Feature
 from accumodel._micro_batch.sample_axes import sizes_of
 
@@ -149,14 +149,9 @@ class Step:
         return current_graph() is not self.graph
 
 
-@contextlib.contextmanager
 def one_step(*arguments, **options):
-    """Scope of a `Step`. No weight moves before the fed batch ends."""
-    token = _step.set(Step(*arguments, **options))
-    try:
-        yield
-    finally:
-        _step.reset(token)
+    """Returns the scope of a `Step`, in which no weight moves."""
+    return hooks.having(_step, Step(*arguments, **options))
 
 
 def this_step(plan, data):
