@@ -2,8 +2,7 @@
 
 import tensorflow as tf
 
-from accumodel._keras_and_tf import private_names, replicas
-from accumodel._keras_and_tf.graphs import recorded
+from accumodel._keras_and_tf import graphs, private_names, replicas
 from accumodel._micro_batch import micro_batches
 
 
@@ -57,7 +56,7 @@ class LossLogs:
             count = tf.cast(0 if weight is None else weight, tf.float64)
             loss = loss if weight is None else loss * count
             new.append([0.0, 0.0, loss, count, samples])
-        with recorded():
+        with graphs.recorded():
             self._set(trackers, tf.unstack(self._add(tf.stack(new))))
 
     def _add(self, new):

@@ -32,12 +32,12 @@ import numpy as np
 import tensorflow as tf
 
 from accumodel._keras_and_tf import (
+    graphs,
     hooks,
     optimizers,
     private_names,
     replicas,
 )
-from accumodel._keras_and_tf.graphs import recorded
 from accumodel._micro_batch.assignments import States
 from accumodel._micro_batch.distributions import (
     OFFSETS,
@@ -229,7 +229,7 @@ class Seeds:
             self.refuse_others(graph)
         if is_last is None:
             return
-        with recorded():
+        with graphs.recorded():
             # What is traced here may be called without micro-batches.
             self._plan.numbers.rows.assign(tf.zeros(3, tf.int64))
             for key in self._used(graph) if parts.is_split else []:
@@ -243,7 +243,7 @@ class Seeds:
         """
         samples, (begin, end) = parts.samples, parts.bounds(i)
         self.begin_fed_batch(parts)
-        with on_host(), recorded():
+        with on_host(), graphs.recorded():
             size = end - begin
             is_last = tf.equal(end, samples)
             if self._spans:
@@ -262,7 +262,7 @@ class Seeds:
             return
         self._is_begun = True
         if self._begins and self._spans:
-            with within(self._states.graph), recorded():
+            with within(self._states.graph), graphs.recorded():
                 self._plan.numbers.begin_batch(parts.samples)
         for state in self._known:
             self.read_seed(state)
@@ -274,7 +274,7 @@ class Seeds:
             with (
                 hooks.outside_of_scopes(),
                 within(self._states.graph),
-                recorded(),
+                graphs.recorded(),
             ):
                 self._plan.numbers.begin_seed(state, self._cycle)
         self._states.record(state)

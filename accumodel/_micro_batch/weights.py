@@ -28,8 +28,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, hooks, private_names, replicas
-from accumodel._keras_and_tf.graphs import upstream
+from accumodel._keras_and_tf import (
+    checks,
+    graphs,
+    hooks,
+    private_names,
+    replicas,
+)
 from accumodel._micro_batch.micro_batches import (
     count_samples,
     current_step,
@@ -169,7 +174,8 @@ class LossWeights:
         if len(keys) < 2 or combines or summed_losses(self._model, data):
             return {}
         values = filter(tf.is_symbolic_tensor, (x.values for x in reductions))
-        if any(op.type == "Where" for op in upstream(values)):  # drops rows
+        # It drops rows.
+        if any(op.type == "Where" for op in graphs.upstream(values)):
             return {}
         reductions = [x._replace(mask=_of_data(x.mask)) for x in reductions]
         return {

@@ -33,8 +33,7 @@ import typing
 import keras
 import tensorflow as tf
 
-from accumodel._keras_and_tf import checks, hooks, optimizers, replicas
-from accumodel._keras_and_tf.graphs import recorded
+from accumodel._keras_and_tf import checks, graphs, hooks, optimizers, replicas
 from accumodel._micro_batch.micro_batches import (
     current_graph,
     current_step,
@@ -270,15 +269,15 @@ class Engine(tf.Module):
             scale = tf.where(accepted, scale, 0.0)
             new = tf.where(accepted, new, 0.0)
             counted = tf.cast(accepted, tf.float64)
-        with recorded(), tf.control_dependencies([scale]):
+        with graphs.recorded(), tf.control_dependencies([scale]):
             begun = tf.identity(self._phase.assign(1.0))
-        with recorded(), tf.control_dependencies([begun]):
+        with graphs.recorded(), tf.control_dependencies([begun]):
             self._add_all(gradients, scale, begun)
             self._totals.assign_add(new)
             # TensorFlow keeps what uses one variable in order, so this is last.
             phase = self._phase.assign(1.0)
         if is_last:
-            with recorded(), tf.control_dependencies([phase]):
+            with graphs.recorded(), tf.control_dependencies([phase]):
                 # What all replicas accept adds 1 / replicas on each of them.
                 size = 1 / (1 if is_split else self._settings.replicas)
                 self._counts.assign_add([counted * size, (1 - counted) * size])
@@ -303,7 +302,7 @@ class Engine(tf.Module):
         in_fit = step is not None and step.collector is not None
 
         def add_to_sums():
-            with recorded():
+            with graphs.recorded():
                 # So that what assigns the phase next runs after the sums.
                 self._phase.assign_add(0.0)
                 sums.add_scaled(self._sums, gradients, scale, variables)
