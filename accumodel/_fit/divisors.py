@@ -16,8 +16,7 @@ from accumodel._keras_and_tf import (
     private_names,
     replicas,
 )
-from accumodel._micro_batch import weights
-from accumodel._micro_batch.forward_backward import forward
+from accumodel._micro_batch import forward_backward, weights
 from accumodel._micro_batch.micro_batches import (
     as_tensors,
     count_samples,
@@ -54,7 +53,7 @@ def _find(plan, data):
         batch = rehearsal.packed(data, leaves)
         with one_step(plan, batch):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
-            forward(plan.model, True, x, y, sample_weight)
+            forward_backward.forward(plan.model, True, x, y, sample_weight)
             return of_losses(batch)
 
     specs = rehearsal.specs_of(data)
