@@ -104,6 +104,9 @@ class Training:
 class Accumulation:
     """All that a model knows of its accumulation."""
 
+    # Here for the loop, which imports nothing of `fit`.
+    divisors_of = staticmethod(divisors.of_batch)
+
     def __init__(self, model, kinds):
         self.model, self._kinds = model, kinds
         self.options = Options()
@@ -235,10 +238,6 @@ class Accumulation:
         if step is not None and step.plan.model is model:
             return step.plan
         return self.new_plan()
-
-    def divisors_of(self, plan, data):
-        """Returns the `Divisors` of a fed batch, or `None`."""
-        return divisors.of_batch(plan, data)
 
     def new_plan(self):
         """Returns the `Plan` of a step that is not traced yet."""
