@@ -47,14 +47,13 @@ def of_batch(plan, data):
 
 def _find(plan, data):
     """Returns a function of a batch to what divides its losses, or `None`."""
-    of_losses = plan.accumulation.training.loss_weights.of_losses
 
     def divide(*leaves):
         batch = rehearsal.packed(data, leaves)
         with one_step(plan, batch):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             forward_backward.forward(plan.model, True, x, y, sample_weight)
-            return of_losses(batch)
+            return plan.accumulation.training.loss_weights.of_losses(batch)
 
     specs = rehearsal.specs_of(data)
     function = rehearsal.rehearse(plan.model, divide, *specs).function
