@@ -126,29 +126,19 @@ def at_least_0(at, op, v):
     return elementwise(at, op, v)
 
 
-@rule("Pow")
-def to_a_power(at, op, v, exponent):
-    number = constant(op.inputs[1], exponent)
+@rule("Pow Inv Reciprocal")
+def to_a_power(at, op, v, *exponent):
+    """Of n, times what samples share, it has another power of n."""
+    number = constant(op.inputs[1], *exponent) if exponent else -1
     if v.base == "C" and v.is_of_n and np.size(number) == 1:
-        return to_the(v, number)
-    one = elementwise(at, op, v, exponent)
+        is_whole = number is not None and float(number).is_integer()
+        require(is_whole and v.dims == (), f"{v.words}, to no whole power")
+        m = tuple((name, p * int(number)) for name, p in v.m if number)
+        return Type("C", (), m)
+    one = elementwise(at, op, v, *exponent)
     if number is None or np.any(number % 2) or np.any(number < 2):
         return one
     return one.with_entries(counts=POSITIVE, within=v.entries.within)
-
-
-@rule("Inv Reciprocal")
-def inverted(at, op, v):
-    is_number = v.base == "C" and v.is_of_n
-    return to_the(v, -1) if is_number else elementwise(at, op, v)
-
-
-def to_the(v, exponent):
-    """Returns the type of a power of n, times what samples share."""
-    is_whole = exponent is not None and float(exponent).is_integer()
-    require(is_whole and v.dims == (), f"{v.words}, to no whole power")
-    m = tuple((name, p * int(exponent)) for name, p in v.m if exponent)
-    return Type("C", (), m)
 
 
 FINITE = ("IsFinite", "IsInf", "IsNan")
