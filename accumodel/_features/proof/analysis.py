@@ -249,7 +249,7 @@ class Analysis:
         require(body is not None, "a function without a graph")
         inner = Analysis(self._names, f"{self._scope}{op.name}/")
         known = zip((x.ref() for x in body.inputs), vals, strict=True)
-        own = sizes_alike(inherited=True)  # it may not run
+        own = sizes_alike()  # it may not run
         with contextlib.nullcontext() if always else own:
             return inner.types_of(body.outputs, dict(known))
 

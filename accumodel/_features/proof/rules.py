@@ -179,7 +179,7 @@ def compared(at, op, *vals):
     plain(*vals)
     lengths = {times(v.rows.n) for v in vals if v.rows}
     require(len(lengths) < 2, "axes of samples of unlike lengths")
-    with sizes_alike(inherited=True):
+    with sizes_alike():
         return broadcast(vals)
 
 

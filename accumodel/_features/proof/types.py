@@ -104,13 +104,12 @@ def require(condition, what, inexact=False, advice=""):
 
 
 @contextlib.contextmanager
-def sizes_alike(known=None, inherited=False):
-    """Scope of what is found out about sizes: of what may not run, nothing.
+def sizes_alike(known=None):
+    """Scope of what is found out about sizes, which is added to a dict.
 
-    It is added to a dict of what is known.
+    Without one, it is forgotten: of what may not run, nothing is found out.
     """
-    known = {} if known is None else known
-    token = _alike.set(dict(_alike.get()) if inherited else known)
+    token = _alike.set(dict(_alike.get()) if known is None else known)
     try:
         yield
     finally:
