@@ -83,23 +83,22 @@ class Analysis:
         self._scope = scope  # of the names of operations
         self._number = next(_calls)
 
-    def dims(self, tensor, axis=None, n=None):
-        """Returns the sizes of a tensor, of which one may be of samples."""
+    def dims(self, tensor):
+        """Returns the sizes of a tensor."""
         require(tensor.shape.rank is not None, "a tensor of unknown rank")
         name = self._place(tensor.name)
-        own = tuple(
+        return tuple(
             (1, (f"{name}:{i}",)) if size is None else (size, ())
             for i, size in enumerate(tensor.shape)
         )
-        return own if axis is None else put(own, axis, n)
 
-    def shaped(self, v, tensor, axis=None, **changed):
+    def shaped(self, v, tensor, axis=None):
         """Returns a type with the sizes of a tensor, of R along an axis."""
+        dims = self.dims(tensor)
         if v.base != "R":
-            return v.but(dims=self.dims(tensor), **changed)
+            return v.but(dims=dims)
         axis = v.rows.axis if axis is None else axis
-        dims = self.dims(tensor, axis, v.rows.n)
-        return v.but(dims=dims, **changed).with_rows(axis=axis)
+        return v.but(dims=put(dims, axis, v.rows.n)).with_rows(axis=axis)
 
     def _place(self, name):
         return f"{self._number}/{name}"

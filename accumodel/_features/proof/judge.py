@@ -40,6 +40,7 @@ from accumodel._features.proof.types import (
     may_be_0,
     of_data,
     power,
+    put,
     require,
     require_known,
     sizes_alike,
@@ -318,7 +319,7 @@ def _types_of_data(analysis, data, spans_batches, lengths_alike):
             "origin": Origin(of=(name,) * (has_samples and not lengths_alike)),
         }
         if has_samples:
-            dims = analysis.dims(x, 0, N)
+            dims = put(analysis.dims(x), 0, N)
             types[x.ref()] = Type("R", dims, rows=SampleRows(), **known)
         else:
             types[x.ref()] = Type("C", analysis.dims(x), **known)

@@ -279,7 +279,7 @@ def gathered(at, op, v, places, *of_axis):
         own, one = v.rows.axis, same(v, places)
         is_own = own == places.rows.axis < batch
         require(is_own, "samples that others choose")
-    return at.shaped(one, out, own, grad=v.grad)
+    return at.shaped(one.but(grad=v.grad), out, own)
 
 
 @rule("ReverseSequence", plain=2)
