@@ -166,9 +166,8 @@ def compared(at, op, *vals):
         return Type("C", vals[0].dims)
     if by:
         is_0 = asks_if_0(op.type, by is vals[0], number)
-        is_size = bool(by.content and by.content[0])
         is_settled = by.is_count and (is_0 is not None or number <= 0)
-        if is_settled or (is_size and number == 0):
+        if is_settled or (by.content and number == 0):
             return Type("C")  # n is 1 or more
         if by.is_of_mask and is_0 is not None:
             # What is 0 or not, whatever it counts, is asked by `Equal`.
@@ -419,8 +418,7 @@ def scalable(*vals):
 
 def require_owed(owes, v):
     """Requires that what may be 0, and divides what is not, is in `v.m`."""
-    is_known = v.base == "C" and {*owes} <= {*v.owes}
-    require(is_known or not owes, MAY_BE_0)
+    require({*owes} <= {*v.owes}, MAY_BE_0)
 
 
 def scaled(v, by, factor=None):
