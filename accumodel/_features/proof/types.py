@@ -134,12 +134,11 @@ def over(a, b):
     """Returns a / b if that is whole, else `None`."""
     if a is None or b is None or not b[0] or a[0] % b[0]:
         return None
-    a, b = times(a), times(b)
-    rest = collections.Counter(a[1])
-    rest.subtract(b[1])
-    if min(rest.values(), default=0) < 0:
+    some = collections.Counter(times(a)[1])
+    others = collections.Counter(times(b)[1])
+    if not others <= some:
         return None
-    return a[0] // b[0], tuple(sorted(rest.elements()))
+    return a[0] // b[0], tuple(sorted((some - others).elements()))
 
 
 def is_of_samples(size):
@@ -166,8 +165,7 @@ def union(names):
 
 def may_be_0(m):
     """Returns the names of the divisors in a monomial that may be 0."""
-    names = {name for name, _ in m} - {"n"}
-    return {name for name in names if not name.endswith(AFFINE)}
+    return {name for name, _ in m if name != "n" and not name.endswith(AFFINE)}
 
 
 class SampleRows(typing.NamedTuple):
@@ -512,10 +510,10 @@ def added(vals):
 def sizes(held, dims):
     """Returns the type of integers that are sizes, `None` if not known."""
     held = tuple(held)
-    is_of_n = any(map(is_of_samples, held))
     if dims == ():
-        count = held[0][1].count("n") if held[0] else 0
-        is_known = held[0] and held[0][0] >= 0
-        m, counts = (("n", count),) * bool(count), COUNTS * bool(is_known)
+        number, names = held[0] or (-1, ())
+        m = (("n", names.count("n")),) * ("n" in names)
+        counts = COUNTS * (number >= 0)
         return Type("C", (), m, content=held, entries=Entries(counts))
+    is_of_n = any(map(is_of_samples, held))
     return Type("V" if is_of_n else "C", dims, content=held)
