@@ -134,10 +134,9 @@ def concatenated(at, op, *inputs):
     (place,) = axes_of(op.inputs[-1], of_axis, len(one.dims))
     if one.rows.axis != place:
         return at.shaped(functools.reduce(same, vals), out)
-    rows = [v.rows for v in vals]
-    is_like = all(each.k == one.rows.k and not each.o[1] for each in rows)
+    is_like = all(v.rows.k == one.rows.k and not v.rows.o[1] for v in vals)
     require(is_like, "samples in unlike orders")
-    o = (sum(each.o[0] for each in rows), ())
+    o = (sum(v.rows.o[0] for v in vals), ())
     return at.shaped(one.with_rows(o=o, uniform=False), out)
 
 
