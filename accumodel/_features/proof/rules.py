@@ -1,9 +1,8 @@
 """What operations do to samples: elementwise, along axes, contracted.
 
-A rule is a function with `@rule(names)` of operations; `ELEMENTWISE`, `LAST`
-and `TRANSPOSED` are tables of such names. It gets the analysis, the operation,
-and the types of its inputs. An operation on samples that no rule names is not
-proved.
+A rule is a function with `@rule(names)` of operations; `ELEMENTWISE` and `LAST`
+are tables of such names. It gets the analysis, the operation, and the types of
+its inputs. An operation on samples that no rule names is not proved.
 """
 
 import functools
@@ -49,7 +48,6 @@ from accumodel._features.proof.types import (
 RULES: dict = {}
 
 IN_ORDER = "several samples at once"
-_OTHERS = "a sum or mean over samples, and others"
 
 
 def rule(*tables, plain=None):
@@ -527,9 +525,8 @@ def selected(at, op, condition, *vals):
     is_one = both.base != "S" or condition.is_shared
     is_right = is_one and not both.is_mixed
     require(is_right, "a sum, or another one", not condition.is_shared)
-    sides = [{*v.vanishes} for v in vals if not v.is_zero]
-    within = set.intersection(*sides) if sides else set()
-    within = union([within, condition.vanishes if b.is_zero else ()])
+    sides = either([v.with_entries(within=v.vanishes) for v in vals])
+    within = union([sides.within, condition.vanishes if b.is_zero else ()])
     owes, assumed = owed({*a.owes, *b.owes}, within)
     one = broadcast([condition, a, b]).but(m=both.m, entries=both.entries)
     require_owed(owes, one)
@@ -566,8 +563,8 @@ def reduced(at, op, v, of_axes):
     # The sum of n equal rows is n times one.
     m = power(v.m, (("n", v.rows.uniform - is_mean),))
     one = Type("C" if v.rows.uniform else "S", dims, m)
-    like = v.summed if one.is_single else None  # of all entries
-    return one.but(origin=Origin(like=like))
+    # The sum of all entries has a name, by whatever way they are summed up.
+    return one.with_origin(like=v.summed if one.is_single else None)
 
 
 # Each function looks at the last axes of its inputs, as many of each as stand
@@ -625,12 +622,10 @@ def projected(at, op, v, by, to, *others):
     return one.but(dims=(one.dims[0], *sizes, one.dims[3]))
 
 
-TRANSPOSED = """
-Conv2DBackpropInput Conv3DBackpropInputV2 DepthwiseConv2dNativeBackpropInput
-"""
-
-
-@rule(TRANSPOSED)
+@rule(
+    "Conv2DBackpropInput Conv3DBackpropInputV2",
+    "DepthwiseConv2dNativeBackpropInput",
+)
 def transposed(at, op, to, filters, v):
     plain(v)
     shared(filters)
@@ -647,8 +642,7 @@ def by_blocks(at, op, v, block, *others):
     is_known = v.rows and v.rows.axis == 0 and size is not None
     require(is_known, IN_ORDER)
     size = (int(np.prod(size)), ())
-    o = v.rows.o
-    o = times(o, size) if op.type[0] == "S" else over(o, size)
+    o = times(v.rows.o, size) if op.type[0] == "S" else over(v.rows.o, size)
     require(o is not None, IN_ORDER)
     return at.shaped(v.with_rows(o=o, uniform=False), op.outputs[0])
 
@@ -693,7 +687,11 @@ def _contracted(at, op, vals, labels, result):
     bases = {v.base for v in vals}
     scalable(*vals)
     is_of_rows = "R" in bases and bases <= {*"CR"}
-    require(is_of_rows, _OTHERS, inexact=bases >= {*"RS"})
+    require(
+        is_of_rows,
+        "a sum or mean over samples, and others",
+        inexact=bases >= {*"RS"},
+    )
     m = functools.reduce(power, (v.m for v in vals))
     pairs = [*zip(vals, labels, strict=True)]
     label, *others = {x[v.rows.axis] for v, x in pairs if v.rows}
