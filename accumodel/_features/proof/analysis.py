@@ -76,11 +76,10 @@ def key_of(x):
 class Analysis:
     """The types of the tensors of a graph, or of one call of a function."""
 
-    place = "compute_loss"  # of what is in no layer
-
-    def __init__(self, names=None, scope=""):
+    def __init__(self, names=None, scope="", place="compute_loss"):
         self._names = {} if names is None else names  # of what is alike
         self._scope = scope  # of the names of operations
+        self._root = place  # of what is in no layer
         self._number = next(_calls)
 
     def dims(self, tensor):
@@ -180,7 +179,7 @@ class Analysis:
 
     def _refused(self, op, error):
         *scope, _ = (self._scope + op.name).split("/")
-        place = "/".join(scope) or self.place
+        place = "/".join(scope) or self._root
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=error.proof(reason))
 

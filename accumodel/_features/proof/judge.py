@@ -94,8 +94,7 @@ class Gradients:
     """The types of the gradients of a custom step, and what they prove."""
 
     def __init__(self):
-        self._analysis = Analysis()
-        self._analysis.place = "the step"
+        self._analysis = Analysis(place="the step")
         # The types of gradients, and the tensors that were watched: by others,
         # a gradient of a gradient may be one by what divides it.
         self._types: dict = {}
@@ -198,14 +197,13 @@ def _judged(judge, weight, tensors, *where, typed=None, **variables):
     `typed` is an analysis, and what is known in it.
     """
     analysis, more = typed or (Analysis(), {})
-    weighed = [] if weight is None else [weight]
-    given = [*weighed, *tensors]
+    given = tensors if weight is None else [weight, *tensors]
     is_python = runs_python(given[0].graph)
     require(not is_python, "the step runs Python, such as `tf.py_function`")
     known, assigned = _known(analysis, given[0].graph, *where, **variables)
     types = analysis.types_of(given, known | more)
-    require_known(types, is_of_n=not weighed or types[0].is_n)
-    what = judge(*([] if weighed else [None]), *types)
+    require_known(types, is_of_n=weight is None or types[0].is_n)
+    what = judge(None, *types) if weight is None else judge(*types)
     require(not assigned, f"the step assigns `{assigned}`")
     return Proof(
         "exact",
