@@ -271,10 +271,12 @@ class Analysis:
         """Returns the types of outputs that are the one or the other."""
         joined = []
         for i, (a, b) in enumerate(zip(some, others, strict=True)):
+            refused = [v.renamed() for v in (a, b) if v.base == "T"]
             try:
-                joined.append(join(a, b, f"{op.name}:{i}"))
+                one = refused[0] if refused else join(a, b, f"{op.name}:{i}")
             except UnprovedError as error:
-                joined.append(self._refused(op, error))
+                one = self._refused(op, error)
+            joined.append(one)
         return joined
 
     @rule("While StatelessWhile")
@@ -297,7 +299,7 @@ class Analysis:
     def joined(self, a, b, name):
         """Returns the type of what is one or the other, for all samples."""
         for one, other in ((a, b), (b, a)):
-            if one.base == "T" or other.base == "L" or one == other:
+            if other.base == "L" or one == other:
                 return one.renamed()
         require(len(a.dims) == len(b.dims), "tensors of unlike ranks")
         dims = tuple(

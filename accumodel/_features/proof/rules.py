@@ -218,9 +218,6 @@ def guarded(condition, a, b, *numbers):
 
     `numbers` are those of `a` and `b`, if they are known.
     """
-    for v in (a, b):
-        if v.base == "T":
-            return v
     if condition.base == "Z":
         a, b, numbers = b, a, numbers[::-1]
     ((by, _),), number = condition.m, numbers[-1] if numbers else None
