@@ -335,8 +335,7 @@ def filled(at, op, *vals):
     """Rows for the samples that are all the same; or samples several times."""
     v, to = vals if op.type != "Fill" else vals[::-1]
     held, out = to.content or (), op.outputs[0]
-    is_shape = to.is_shared or (to.base == "V" and held)
-    require(is_shape, "a shape that depends on samples")
+    require(to.base == "V" or to.is_shared, "a shape that depends on samples")
     places = [i for i, size in enumerate(held) if is_of_samples(size)]
     is_one = len(places) < 2 and all(held[i][1].count("n") < 2 for i in places)
     require(is_one, "two axes of samples")
