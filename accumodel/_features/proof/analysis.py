@@ -181,7 +181,7 @@ class Analysis:
         *scope, _ = (self._scope + op.name).split("/")
         place = "/".join(scope) or self._root
         reason = f"`{op.type}` of {error} in `{place}`"
-        return Type("T", why=error.proof(reason))
+        return Type("T", why=error.proof._replace(reason=reason))
 
     def _found(self, op, vals):
         """Returns the type of what an operation returns, or a list of these."""

@@ -185,7 +185,7 @@ def _tried(sizes, function, *args, **kwargs):
         with sizes_alike(sizes):
             return function(*args, **kwargs)
     except UnprovedError as error:
-        return error.proof()
+        return error.proof
     except Exception as error:  # a proof stops no training
         what = f"the proof failed: {type(error).__name__}: {error}"
         return Proof("unknown", what)

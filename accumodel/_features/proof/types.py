@@ -85,17 +85,15 @@ class Proof(typing.NamedTuple):
 
 
 class UnprovedError(Exception):
-    """What no rule says; `kind` and `advice` are those of the proof.
+    """What no rule says, as a proof.
 
     What has an advice is inexact, too, if its weight is n.
     """
 
     def __init__(self, what, inexact=False, advice=""):
         super().__init__(what)
-        self.kind, self.advice = "inexact" if inexact else "unknown", advice
-
-    def proof(self, reason=None):
-        return Proof(self.kind, reason or str(self), advice=self.advice)
+        kind = "inexact" if inexact else "unknown"
+        self.proof = Proof(kind, what, advice=advice)
 
 
 def require(condition, what, inexact=False, advice=""):
