@@ -346,7 +346,6 @@ def _outside(analysis, graph, rows_variable, ignored, given):
         if x.dtype == tf.resource and is_assigned(x, by_all=False)
     } - seeds
     for outside, x in graph.captures:
-        is_near = tf.is_symbolic_tensor(outside) and outside.graph in around
         key = id(root(outside))
         name = names.get(key, "a table")
         if key in moving and key not in theirs:
@@ -359,7 +358,7 @@ def _outside(analysis, graph, rows_variable, ignored, given):
             types[x.ref()] = Type("C", dims, entries=known)
         elif OF_ALL in root(outside).op.name:
             types[x.ref()] = Type("C", analysis.dims(x))
-        elif is_near:
+        elif tf.is_symbolic_tensor(outside) and outside.graph in around:
             known, _ = _outside(
                 analysis, outside.graph, rows_variable, ignored, given
             )

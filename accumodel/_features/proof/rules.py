@@ -663,7 +663,7 @@ def einsum(at, op, *vals):
     left, right = op.get_attr("equation").decode().replace(" ", "").split("->")
     labels = left.split(",")
     rest = [
-        len(v.dims) - len(x.replace("...", "")) if "..." in x else 0
+        len(v.dims) - len(x.replace("...", ""))
         for v, x in zip(vals, labels, strict=True)
     ]
     free = "".join(c for c in string.ascii_letters if c not in left)

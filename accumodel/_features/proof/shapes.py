@@ -95,9 +95,8 @@ def _new_sizes(op, v, *to):
         require(len(left) == rank, "a shape that is not known")
         return left
     new = [None if d is None else (d, ()) for d in op.outputs[0].shape]
-    if to[0].content is not None and len(to[0].content) == rank:
-        pairs = zip(new, to[0].content, strict=True)
-        new = [known or asked for known, asked in pairs]
+    asked = to[0].content or [None] * rank
+    new = [known or size for known, size in zip(new, asked, strict=True)]
     new = [None if size is None or size[0] < 0 else size for size in new]
     if new.count(None) == 1:  # what is left of as many numbers as before
         known = times(*(size for size in new if size is not None))
