@@ -198,8 +198,7 @@ class Analysis:
             return unknown(v.why.reason) if is_0 else v
         if is_0:
             return Type("C", entries=Entries(ZERO))
-        is_factor = op.type in _FACTORS
-        require(is_factor or not any(v.owes for v in vals), MAY_BE_0)
+        require(op.type in _FACTORS or not any(v.owes for v in vals), MAY_BE_0)
         require(_is_right(op), "a custom gradient")
         is_shared = all(v.is_shared for v in vals)
         if op.type in RULES:
@@ -232,8 +231,7 @@ class Analysis:
             return None
         own = self.dims(op.outputs[0])
         dims = tuple(x or y for x, y in zip(held, own, strict=True))
-        rows = SampleRows(axis, k=over(held[axis], N))
-        return Type("R", dims, rows=rows)
+        return Type("R", dims, rows=SampleRows(axis, k=over(held[axis], N)))
 
     # -- functions, conditions and loops ---------------------------------------
 

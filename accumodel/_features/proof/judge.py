@@ -165,8 +165,8 @@ def _gradient(targets, by):
     entries = either([one, *targets])
     origin = Origin(of=(*arrays_of([*targets, by]),))
     if by.is_shared:
-        stays = entries.stays * (entries.stays > 1)  # numbers have no gradient
-        entries = entries._replace(stays=stays)
+        # Numbers have no gradient.
+        entries = entries._replace(stays=entries.stays * (entries.stays > 1))
         return one.but(dims=by.dims, grad=True, origin=origin, entries=entries)
     is_of_rows = (by.base, by.m, one.base, one.m) == ("R", (), "S", ())
     require(is_of_rows, f"a gradient of {one.words} by {by.words}")

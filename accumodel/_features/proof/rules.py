@@ -636,8 +636,7 @@ def transposed(at, op, to, filters, v):
 def by_blocks(at, op, v, block, *others):
     """Blocks of images, as long batches one behind the other."""
     size = constant(op.inputs[1], block)
-    is_known = v.rows and v.rows.axis == 0 and size is not None
-    require(is_known, IN_ORDER)
+    require(v.rows and v.rows.axis == 0 and size is not None, IN_ORDER)
     size = (int(np.prod(size)), ())
     o = times(v.rows.o, size) if op.type[0] == "S" else over(v.rows.o, size)
     require(o is not None, IN_ORDER)

@@ -223,8 +223,7 @@ def sliced(at, op, v, *places):
             is_free = not any(map(is_of_samples, (first, last, by)))
             require(is_free, _NUMBER)
     axis = found.index(2) if v.rows else None
-    one = at.shaped(v, op.outputs[0], axis)
-    return one.with_entries(within=v.vanishes)
+    return at.shaped(v, op.outputs[0], axis).with_entries(within=v.vanishes)
 
 
 _ALL = slice(None)
@@ -275,8 +274,7 @@ def gathered(at, op, v, places, *of_axis):
         own += (own > axis) * (len(places.dims) - 1)
     else:
         own, one = v.rows.axis, same(v, places)
-        is_own = own == places.rows.axis < batch
-        require(is_own, "samples that others choose")
+        require(own == places.rows.axis < batch, "samples that others choose")
     return at.shaped(one.but(grad=v.grad), out, own)
 
 
@@ -340,13 +338,11 @@ def filled(at, op, *vals):
     require(is_one, "two axes of samples")
     if v.base == "R" and op.type == "Tile":
         of_rows = held[v.rows.axis] if held else None
-        is_known = not places and of_rows
-        require(is_known, "samples in an order that is not known")
+        require(not places and of_rows, "samples in an order that is not known")
         return at.shaped(v.with_rows(o=times(of_rows, v.rows.o)), out)
     if v.base == "R":
         axis = v.rows.axis + len(held) - len(v.dims)
-        is_same = places == [axis] and agree(held[axis], v.rows.n)
-        require(is_same, UNLIKE)
+        require(places == [axis] and agree(held[axis], v.rows.n), UNLIKE)
         return at.shaped(v, out, axis)
     require(v.base != "V", _NUMBER)
     if not places:
@@ -379,8 +375,7 @@ def list_made(at, op, *vals):
 
 @rule("TensorListFromTensor TensorListStack")
 def list_of(at, op, v, *others):
-    is_rows = v.rows and v.rows.axis > 0 and not v.m
-    require(is_rows, "a list of the samples")
+    require(v.rows and v.rows.axis > 0 and not v.m, "a list of the samples")
     is_list = op.type == "TensorListFromTensor"
     return v.but() if is_list else at.shaped(v, op.outputs[0])
 

@@ -276,8 +276,7 @@ class Type:
     @property
     def is_of_mask(self):
         """Whether this may be the sum of all entries of a mask."""
-        is_sum = self.base == "S" and self.is_single
-        return is_sum and not (self.m or self.grad)
+        return self.base == "S" and self.is_single and not (self.m or self.grad)
 
     @property
     def vanishes(self):
@@ -418,8 +417,7 @@ def same(a, b):
     is_like = one.o == other.o and (agree(one.k, other.k) or is_unknown)
     is_as_long = is_like or times(one.n) == times(other.n)
     require(is_as_long, "axes of samples of unlike lengths")
-    is_any = one.uniform or other.uniform
-    require(is_any or is_like, "samples in unlike orders")
+    require(one.uniform or other.uniform or is_like, "samples in unlike orders")
     o, k = (other if one.uniform else one)[1:3]
     return a.but().with_rows(o=o, k=k, uniform=one.uniform and other.uniform)
 
