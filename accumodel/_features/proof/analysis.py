@@ -178,8 +178,7 @@ class Analysis:
         return self._names.setdefault(key, f"D{len(self._names)}")
 
     def _refused(self, op, error):
-        *scope, _ = (self._scope + op.name).split("/")
-        place = "/".join(scope) or self._root
+        place = (self._scope + op.name).rpartition("/")[0] or self._root
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=error.proof._replace(reason=reason))
 
