@@ -199,6 +199,12 @@ BENT = {
     "a sum, for each that is chosen": lambda b: mean(
         tf.where(b.y[:, 0, 0] > 0, total(errors(b)), 0.0)
     ),
+    "centered losses, for each that is chosen": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0.5, errors(b) - mean(errors(b)), errors(b))
+    ),
+    "centered losses, or nothing": lambda b: mean(
+        tf.where(b.y[:, 0, 0] > 0.5, errors(b) - mean(errors(b)), 0.0)
+    ),
     # Those of a first version.
     "M1": weighed(trained),
     "M1: rows of a table": weighed(looked_up),

@@ -519,8 +519,10 @@ def selected(at, op, condition, *vals):
     # `Select` takes a vector for the first axis.
     is_like = op.type == "SelectV2" or condition.dims in ((), a.dims)
     require(is_like, "a condition of another shape")
-    is_one = both.base != "S" or condition.is_shared
-    is_right = is_one and not both.is_mixed
+    # Samples choose neither a mean, nor what has one.
+    has_mean = both.base == "S" or any(v.is_mixed for v in vals)
+    is_right = condition.is_shared or not has_mean
+    is_right &= not both.is_mixed
     require(is_right, "a sum, or another one", not condition.is_shared)
     sides = either([v.with_entries(within=v.vanishes) for v in vals])
     within = union([sides.within, condition.vanishes if b.is_zero else ()])
