@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     UpdatesItself,
+    calling_super,
     chain,
     check_exact,
     check_logs,
@@ -23,8 +24,11 @@ from helpers import (
     make_subclassed,
     normal,
     saved_and_loaded,
+    sgd,
     train,
+    train_both,
     train_each,
+    two_heads,
     weekly,
 )
 
@@ -346,12 +350,7 @@ class TrainsItself(Linear):
     train_step = UpdatesItself.train_step
 
 
-class Mixin:
-    def train_step(self, data):
-        return super().train_step(data)
-
-
-@pytest.mark.parametrize("front", [[], [Mixin]])
+@pytest.mark.parametrize("front", [[], [calling_super(object, "train_step")]])
 def test_a_train_step_behind_ours_is_not_passed_over_in_silence(points, front):
     kind = type("Model", (*front, AccumulatingModel, TrainsItself), {})
     model = kind()
@@ -531,18 +530,6 @@ def test_a_loss_may_take_outputs_in_their_structure():
         keras.tree.assert_same_structure([0, 0], y)
         return (y[0] - y_pred[0]) ** 2 + (y[1] - y_pred[1]) ** 2
 
-    y, models = [*normal((24, 1), (24, 1))], []
-    for base, kwargs in (
-        (keras.Model, {}),
-        (AccumulatingModel, {"accum_steps": 3}),
-    ):
-        keras.utils.set_random_seed(0)
-        inputs = keras.Input((4,))
-        heads = [keras.layers.Dense(1)(inputs), keras.layers.Dense(1)(inputs)]
-        loss = (of_both, ["mse", "mae"])
-        sgd = keras.optimizers.SGD(0.1)
-        model = compiled(base(inputs, heads), sgd, loss, **kwargs)
-        size = 12 // kwargs.get("accum_steps", 1)
-        fit(model, np.ones((24, 4)), y, size, epochs=2)
-        models.append(model)
-    assert distance(*models) < 1e-6
+    data = np.ones((24, 6)), normal((24, 1), (24, 1))
+    how = sgd((of_both, ["mse", "mae"]))
+    assert distance(*train_both(two_heads, data, how, big=12, steps=3)) < 1e-6
