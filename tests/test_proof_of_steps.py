@@ -126,10 +126,6 @@ def ragged(b):
     return with_square(b, by.flat_values)
 
 
-def second_order(b):
-    return with_square(b, gradient(lambda x: by_samples(b), b.x))
-
-
 def own_loop(b):
     values = tf.while_loop(
         lambda i, _: i < 2, lambda i, v: (i + 1, tf.tanh(v)), (0, b.p)
@@ -143,10 +139,6 @@ def two_losses(b):
         for loss in (mean(b), tf.reduce_mean(abs(b.p)))
     ]
     return [x + 2 * y for x, y in zip(*by_both, strict=True)]
-
-
-def condition(x):
-    return tf.cond(tf.constant(True), lambda: x, lambda: 2 * x)
 
 
 def changed(function):
@@ -177,10 +169,14 @@ RIGHT = {
     "two losses": Step(two_losses),
     "scaled": Step(changed(lambda x: 3 * x)),
     "a penalty of gradients": Step(penalty),
-    "in a condition": Step(changed(condition)),
+    "in a condition": Step(
+        changed(lambda x: tf.cond(tf.constant(True), lambda: x, lambda: 2 * x))
+    ),
     "adversarial": Step(adversarial),
     "adversarial, in two steps": Step(lambda b: adversarial(b, steps=2)),
-    "second order": Step(second_order),
+    "second order": Step(
+        lambda b: with_square(b, gradient(lambda x: by_samples(b), b.x))
+    ),
     "ragged rows": Step(ragged),
 }
 
@@ -265,49 +261,33 @@ def hardest(b):
     return tf.reduce_mean(tf.math.top_k(errors(b), count).values)
 
 
-def all_pairs(b):
-    return tf.reduce_mean(tf.matmul(b.p, b.p, transpose_b=True))
-
-
-def clipped(x):
-    return tf.clip_by_value(x, -0.01, 0.01)
-
-
-def centered(p):
-    return (p - tf.reduce_mean(p, 0)) ** 2
-
-
-def inside(b):
-    """A function that computes gradients is not followed."""
-    return [*tf.function(changed(tf.identity))(b)]
-
-
-def with_decay(b):
-    return masked(b) + tf.reduce_sum(b.variables[0] ** 2)
-
-
-def with_numbers(b):
-    return [x + 0.1 for x in b.tape.gradient(masked(b), b.variables)]
-
-
-def is_large(b):
-    return tf.cast(b.variables[0][0, 0] > 9.0, "float32")
-
-
 WRONG = {
     "a mean as a sum": (Step(mean, as_a_sum), "inexact"),
     "no weight": (Step(mean, lambda b: 1.0), "unknown"),
     "a mask by samples": (Step(masked), "inexact"),
     "a mask by what may be 0": (
-        Step(masked, lambda b: tf.reduce_sum(mask(b) * is_large(b))),
+        Step(
+            masked,
+            lambda b: tf.reduce_sum(
+                mask(b) * tf.cast(b.variables[0][0, 0] > 9.0, "float32")
+            ),
+        ),
         "unknown",
     ),
     "a mask that may be empty in all, and what is shared": (
-        Step(with_decay, lambda b: tf.reduce_sum(mask(b))),
+        Step(
+            lambda b: masked(b) + tf.reduce_sum(b.variables[0] ** 2),
+            lambda b: tf.reduce_sum(mask(b)),
+        ),
         "unknown",
     ),
     "a mask that may be empty in all, and a number": (
-        Step(with_numbers, lambda b: tf.reduce_sum(mask(b))),
+        Step(
+            lambda b: [
+                x + 0.1 for x in b.tape.gradient(masked(b), b.variables)
+            ],
+            lambda b: tf.reduce_sum(mask(b)),
+        ),
         "unknown",
     ),
     "the root of a mean": (Step(lambda b: tf.sqrt(mean(b))), "inexact"),
@@ -316,13 +296,24 @@ WRONG = {
         "inexact",
     ),
     "the hardest ten": (Step(hardest), "inexact"),
-    "all pairs": (Step(all_pairs), "unknown"),
-    "clipped": (Step(changed(clipped)), "inexact"),
+    "all pairs": (
+        Step(lambda b: tf.reduce_mean(tf.matmul(b.p, b.p, transpose_b=True))),
+        "unknown",
+    ),
+    "clipped": (
+        Step(changed(lambda x: tf.clip_by_value(x, -0.01, 0.01))),
+        "inexact",
+    ),
     "by the gradient of a mean": (
         Step(lambda b: penalty(b, tf.reduce_mean)),
         "unknown",
     ),
-    "by the gradient of all": (Step(lambda b: penalty(b, centered)), "inexact"),
+    "by the gradient of all": (
+        Step(
+            lambda b: penalty(b, lambda p: (p - tf.reduce_mean(p, 0)) ** 2),
+        ),
+        "inexact",
+    ),
     "through a divisor": (Step(through_a_divisor), "inexact"),
     "by a share": (Step(by_a_share), "unknown"),
     "by a zero": (
@@ -341,7 +332,11 @@ WRONG = {
         "inexact",
     ),
     "weighed by all": (Step(weighed_by_all), "inexact"),
-    "in a function": (Step(inside), "unknown"),
+    # One that computes gradients is not followed.
+    "in a function": (
+        Step(lambda b: [*tf.function(changed(tf.identity))(b)]),
+        "unknown",
+    ),
     "the first rows": (Step(first_rows, words=True), "unknown"),
     "rows of samples": (
         Step(lambda b: [None] * 3 + [tf.reduce_sum(by_samples(b), axis=1)]),
