@@ -15,6 +15,8 @@ import yaml
 import accumodel
 
 ROOT = pathlib.Path(__file__).parent.parent
+TEXT = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
+PROJECT = tomllib.loads(TEXT)["project"]
 
 pytestmark = pytest.mark.slow
 
@@ -70,14 +72,12 @@ def test_an_index_shows_no_link_that_leads_nowhere(sdist):
 
 
 def test_description_has_the_words_that_people_search_for():
-    text = (ROOT / "pyproject.toml").read_text(encoding="utf-8")
-    project = tomllib.loads(text)["project"]
-    assert "gradient accumulation" in project["description"].lower()
-    assert "gradient accumulation" in project["keywords"]
+    assert "gradient accumulation" in PROJECT["description"].lower()
+    assert "gradient accumulation" in PROJECT["keywords"]
     citation = (ROOT / "CITATION.cff").read_text(encoding="utf-8")
-    assert project["description"] in citation
+    assert PROJECT["description"] in citation
     zenodo = json.loads((ROOT / ".zenodo.json").read_text(encoding="utf-8"))
-    assert zenodo["description"] == project["description"]
+    assert zenodo["description"] == PROJECT["description"]
     assert set(zenodo["keywords"]) <= set(re.findall("- (.*)", citation))
 
 
@@ -85,11 +85,10 @@ def test_the_recipe_needs_what_the_package_needs():
     text = (ROOT / ".ci" / "recipe.yaml").read_text(encoding="utf-8")
     recipe = yaml.safe_load(text)
     assert recipe["context"]["version"] == accumodel.__version__
-    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     python, *others = recipe["requirements"]["run"]
     assert python == "python >=${{ python_min }}"
-    assert project["requires-python"] == f">={recipe['context']['python_min']}"
-    assert [each.replace(" ", "") for each in others] == project["dependencies"]
+    assert PROJECT["requires-python"] == f">={recipe['context']['python_min']}"
+    assert [each.replace(" ", "") for each in others] == PROJECT["dependencies"]
 
 
 PROGRAM = """
