@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    Seeded,
     chain,
     distance,
     gradients_of,
@@ -425,14 +426,10 @@ def test_what_would_not_be_the_same_twice(keep, what, monkeypatch):
         check_scope(kind, jit_compile="auto", run_eagerly=True)
 
 
-class Loop(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.seed_generator = keras.random.SeedGenerator(1)
-
+class Loop(Seeded):
     def call(self, x):
         def add(i, x):
-            return i + 1, x + keras.random.normal((), seed=self.seed_generator)
+            return i + 1, x + keras.random.normal((), seed=self.seed)
 
         return ops.while_loop(lambda i, x: i < 3, add, (0, x))[1]
 
@@ -446,21 +443,27 @@ class Loop(layers.Layer):
             lambda: layers.Lambda(lambda x: tf.nn.dropout(x, 0.5)),
             "RandomUniform",
         ),
-        (lambda: called_in(loop), "a call in a loop"),
-        (lambda: called_in(condition), "a call in a loop"),
+        (
+            lambda: called_in(
+                lambda layer, x: ops.fori_loop(
+                    0, 2, lambda i, each: layer(each), x
+                )
+            ),
+            "a call in a loop",
+        ),
+        (
+            lambda: called_in(
+                lambda layer, x: ops.cond(
+                    ops.sum(x) > 0, lambda: layer(x), lambda: x
+                )
+            ),
+            "a call in a loop",
+        ),
     ],
 )
 def test_refused(layer, what):
     with pytest.raises(ValueError, match=f"Received: .*{what}"):
         train(lambda x: layer()(x), AccumulatingModel, 16, None, FULL)
-
-
-def loop(layer, x):
-    return ops.fori_loop(0, 2, lambda i, each: layer(each), x)
-
-
-def condition(layer, x):
-    return ops.cond(ops.sum(x) > 0, lambda: layer(x), lambda: x)
 
 
 def called_in(function):
