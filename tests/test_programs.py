@@ -22,6 +22,7 @@ import tensorflow as tf
 from helpers import (
     chain,
     compiled,
+    custom_step,
     distance,
     fit,
     mirrored,
@@ -47,16 +48,14 @@ def with_train_step(base):
     class Custom(base):
         def train_step(self, data):
             x, y = data
-            with tf.GradientTape() as tape:
-                y_pred = self(x, training=True)
-                loss = tf.reduce_mean((y_pred - tf.one_hot(y, 3)) ** 2)
-            variables = self.trainable_variables
-            gradients = tape.gradient(loss, variables)
-            if base is keras.Model:
-                self.optimizer.apply(gradients, variables)
-            else:
-                self.accumulate_gradients(gradients, tf.shape(x)[0])
-            return self.compute_metrics(x, y, y_pred)
+            custom_step(
+                self,
+                x,
+                lambda: tf.reduce_mean(
+                    (self(x, training=True) - tf.one_hot(y, 3)) ** 2
+                ),
+            )
+            return self.compute_metrics(x, y, self(x))
 
     return Custom
 
