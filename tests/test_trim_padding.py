@@ -41,13 +41,6 @@ from padded import (
 
 from accumodel import AccumulatingModel
 
-both_ways = of(
-    lambda x: layers.Dense(2)(layers.Bidirectional(layers.LSTM(5))(embedded(x)))
-)
-
-
-positions = of(lambda x: layers.Dense(3)(Positions()(embedded(x))))
-
 
 @of
 def two_outputs(inputs):
@@ -113,7 +106,14 @@ def check(make, data, trim_padding=0, ours=None, tolerance=1e-6, **kwargs):
 # The model, and its data.
 CASES = {
     "LSTM": (lstm, lambda: (words(), of_samples())),
-    "bidirectional": (both_ways, lambda: (words(), of_samples())),
+    "bidirectional": (
+        of(
+            lambda x: layers.Dense(2)(
+                layers.Bidirectional(layers.LSTM(5))(embedded(x))
+            )
+        ),
+        lambda: (words(), of_samples()),
+    ),
     "an output for each word": (tagger, lambda: (words(), of_words())),
     "weights": (tagger, lambda: (words(), of_words(), 0.5 * used())),
     "weights after the mask": (
@@ -193,6 +193,7 @@ def test_half_precision(policy, tolerance):
 
 
 def test_widths_that_differ_from_batch_to_batch():
+    make = of(lambda x: layers.Dense(3)(Positions()(embedded(x))))
     data = words(), of_words()
     spec = tf.TensorSpec((None, None), tf.int64)
     batches = tf.data.Dataset.from_generator(
@@ -205,7 +206,7 @@ def test_widths_that_differ_from_batch_to_batch():
 
     def run(base, **kwargs):
         return fitted(
-            positions(base),
+            make(base),
             [batches],
             None,
             keras.optimizers.SGD(0.5),
@@ -238,17 +239,6 @@ def encoder_and_decoder(model_class):
     return model_class(inputs, layers.Dense(2)(y))
 
 
-# Padded with the last word of the vocabulary, as GPT-2 may be.
-last_word = of(
-    lambda x: layers.Dense(2)(mean_of(plain_embedded(x), x != WORDS - 1))
-)
-
-
-normalized_samples = of(
-    lambda x: layers.Dense(2)(layers.BatchNormalization()(mean_of(embedded(x))))
-)
-
-
 def ignoring(padding):
     """Targets with a class to ignore; one that counts is where ids are 0."""
     targets = np.where(used(), of_words(), padding)
@@ -269,8 +259,13 @@ TWO = {"ids": words(), "other": np.roll(words(), 3, 0)}
 # The model, its inputs, arguments of ours; and other targets, with their loss.
 EXACT = {
     "two towers": (two_towers, {"ids": words(), "other": words_on()}, {}),
+    # Of the vocabulary, as GPT-2 may be padded.
     "padding by the last word": (
-        last_word,
+        of(
+            lambda x: layers.Dense(2)(
+                mean_of(plain_embedded(x), x != WORDS - 1)
+            )
+        ),
         words(WORDS - 1),
         {"trim_padding": WORDS - 1},
     ),
@@ -287,7 +282,11 @@ EXACT = {
     ),
     "an encoder and a decoder": (encoder_and_decoder, TWO, {}),
     "samples that are normalized": (
-        normalized_samples,
+        of(
+            lambda x: layers.Dense(2)(
+                layers.BatchNormalization()(mean_of(embedded(x)))
+            )
+        ),
         words(),
         {"micro_batch_size": SAMPLES},
     ),

@@ -84,60 +84,44 @@ def counting_with_a_mask(model_class):
     return model_class(inputs, layers.Dense(2)(mean_of(x, inputs["a_mask"])))
 
 
-def longest_widths(jit_compile):
-    """Returns the widths that are expected, and how often."""
+@pytest.mark.unverified
+@pytest.mark.parametrize(
+    ("make", "x", "padding", "jit_compile"),
+    [
+        (counting, words(), 0, False),
+        (counting, words(), 0, True),
+        # Where a mask says what is padding, whatever the others hold.
+        (
+            counting_with_a_mask,
+            {"ids": words(7), "a_mask": used()},
+            "a_mask",
+            False,
+        ),
+        weekly(
+            counting_with_a_mask,
+            {"ids": words(7), "a_mask": used()},
+            "a_mask",
+            True,
+        ),
+    ],
+)
+def test_each_micro_batch_is_as_wide_as_its_longest(
+    make, x, padding, jit_compile
+):
     longest = np.sort(lengths())[::-1][::5]
     ladder = np.array([16, 24, 32, 48, 60])
     if jit_compile:  # XLA compiles few widths
         longest = [ladder[ladder >= each][0] for each in longest]
     expected = collections.Counter(map(int, longest))
     assert len(expected) > 2
-    return expected
-
-
-@pytest.mark.unverified
-@pytest.mark.parametrize("jit_compile", [False, True])
-def test_each_micro_batch_is_as_wide_as_its_longest(jit_compile):
-    how = {"trim_padding": 0, "jit_compile": jit_compile}
-    widths = widths_of(counting, words(), **how)
-    assert widths == longest_widths(jit_compile)
-
-
-@pytest.mark.unverified
-@pytest.mark.parametrize("jit_compile", [False, weekly(True)])
-def test_a_mask_says_what_is_padding_whatever_the_others_hold(jit_compile):
-    x = {"ids": words(7), "a_mask": used()}
-    how = {"trim_padding": "a_mask", "jit_compile": jit_compile}
-    widths = widths_of(counting_with_a_mask, x, **how)
-    assert widths == longest_widths(jit_compile)
+    how = {"trim_padding": padding, "jit_compile": jit_compile}
+    assert widths_of(make, x, **how) == expected
 
 
 @pytest.mark.unverified
 def test_padding_on_the_left_is_not_cut():
     x = words()[:, ::-1].copy()
     assert widths_of(counting, x, trim_padding=0) == {LENGTH: 4}
-
-
-a_mean_of_all = of(
-    lambda x: layers.Dense(2, kernel_initializer="zeros")(
-        mean_of(plain_embedded(x))
-    )
-)
-
-
-convolution = of(
-    lambda x: layers.Dense(2)(
-        layers.GlobalMaxPooling1D()(
-            layers.Conv1D(4, 3, padding="same")(plain_embedded(x))
-        )
-    )
-)
-
-
-half_as_wide = of(lambda x: layers.MaxPooling1D(2)(plain_embedded(x)))
-
-
-one_less = of(lambda x: layers.Dense(3)(plain_embedded(x))[:, :-1])
 
 
 @of
@@ -159,14 +143,6 @@ def a_soft_mask(inputs):
     return layers.Dense(2)(mean_of(x, inputs != 0))
 
 
-fixed_width = of(
-    lambda x: layers.Dense(2)(layers.Flatten()(plain_embedded(x))), LENGTH
-)
-
-
-activity = of(lambda x: layers.LSTM(2)(embedded(x, activity_regularizer="l2")))
-
-
 def two_towers_and_a_mask(model_class):
     """Of which one knows nothing of the mask."""
     inputs = {
@@ -181,9 +157,6 @@ def two_towers_and_a_mask(model_class):
 
 def custom(name):
     return lambda base: tagger(calling_super(base, name))
-
-
-UNWEIGHTED = {"metrics": ["accuracy"]}
 
 
 # The model, its data, other arguments of `compile`, and the message.
@@ -201,9 +174,24 @@ REFUSED = {
         {"x": tf.sparse.from_dense(words())},
         "`tf.sparse.to_dense`",
     ),
-    "half as wide": (half_as_wide, {}, "as wide as the inputs"),
-    "one position less": (one_less, {}, "a last position that is missing"),
-    "a fixed width": (fixed_width, {}, r"with `keras.Input\(\(None,\)\)`"),
+    "half as wide": (
+        of(lambda x: layers.MaxPooling1D(2)(plain_embedded(x))),
+        {},
+        "as wide as the inputs",
+    ),
+    "one position less": (
+        of(lambda x: layers.Dense(3)(plain_embedded(x))[:, :-1]),
+        {},
+        "a last position that is missing",
+    ),
+    "a fixed width": (
+        of(
+            lambda x: layers.Dense(2)(layers.Flatten()(plain_embedded(x))),
+            LENGTH,
+        ),
+        {},
+        r"with `keras.Input\(\(None,\)\)`",
+    ),
     "targets without weights": (
         unmasked_tagger,
         {"y": of_words()},
@@ -221,7 +209,11 @@ REFUSED = {
     ),
     "metrics without weights": (
         unmasked_tagger,
-        {"y": of_words(), "sample_weight": used() * 1.0, **UNWEIGHTED},
+        {
+            "y": of_words(),
+            "sample_weight": used() * 1.0,
+            "metrics": ["accuracy"],
+        },
         "`weighted_metrics` instead",
     ),
     **{
@@ -252,9 +244,21 @@ def test_refused(name):
 
 # Models that look at padding.
 TOLD = {
-    "a mean without a mask": a_mean_of_all,
-    "a convolution": convolution,
-    "an activity regularizer": activity,
+    "a mean without a mask": of(
+        lambda x: layers.Dense(2, kernel_initializer="zeros")(
+            mean_of(plain_embedded(x))
+        )
+    ),
+    "a convolution": of(
+        lambda x: layers.Dense(2)(
+            layers.GlobalMaxPooling1D()(
+                layers.Conv1D(4, 3, padding="same")(plain_embedded(x))
+            )
+        )
+    ),
+    "an activity regularizer": of(
+        lambda x: layers.LSTM(2)(embedded(x, activity_regularizer="l2"))
+    ),
     "a second tower without a mask": two_towers_and_a_mask,
     "a small scale": a_small_scale,
     "a soft mask": a_soft_mask,
@@ -279,11 +283,9 @@ def test_what_looks_at_padding_is_told_of(name, micro_batch_size):
     assert model.verdict.startswith("differs")
 
 
-mean_of_words = of(lambda x: layers.Dense(2)(mean_of(embedded(x))))
-
-
 @pytest.mark.verified
 def test_nothing_is_claimed_of_padding_that_was_not_there():
+    mean_of_words = of(lambda x: layers.Dense(2)(mean_of(embedded(x))))
     model = trimming(mean_of_words)
     model.fit(np.full((SAMPLES, LENGTH), 7), of_samples(), SAMPLES, verbose=0)
     assert "no sample has padding" in model.verdict
