@@ -3,6 +3,7 @@
 `helpers.check_case` compares weights and the logs of every batch, for each row.
 """
 
+import functools
 import itertools
 
 import cases
@@ -25,6 +26,7 @@ from helpers import (
     plain_and,
     refused,
     softmax,
+    subclassed,
     train,
     train_big,
     train_each,
@@ -74,23 +76,20 @@ def samples():
 @pytest.mark.parametrize("run_eagerly", [False, True])
 def test_parts_are_as_equal_as_they_can_be(samples, run_eagerly):
     model = compiled(with_sizes(), micro_batch_size=32, run_eagerly=run_eagerly)
-    sizes = model.get_layer("sizes")
     x, y = samples
-    model.train_on_batch(x, y)
-    assert sizes.read() == (25, 4)  # not 32, 32, 32 and 4
-    model.train_on_batch(x[:20], y[:20])
-    assert sizes.read() == (20, 1)
-    model.evaluate(x, y, batch_size=70, verbose=0)
-    assert sizes.read() == (30, 4)  # 24, 23, 23; 30
-    model.micro_batch_size = 11
-    model.test_on_batch(x, y)
-    assert sizes.read() == (10, 10)
-    model.train_on_batch(x, y)
-    assert sizes.read() == (10, 10)
-    model.micro_batch_size = None
-    for run in (model.train_on_batch, model.test_on_batch):
-        run(x, y)
-        assert sizes.read() == (100, 1)
+    in_two = functools.partial(model.evaluate, batch_size=70, verbose=0)
+    for run, batch, size, expected in (
+        (model.train_on_batch, 100, 32, (25, 4)),  # not 32, 32, 32 and 4
+        (model.train_on_batch, 20, 32, (20, 1)),
+        (in_two, 100, 32, (30, 4)),  # 24, 23, 23; 30
+        (model.test_on_batch, 100, 11, (10, 10)),
+        (model.train_on_batch, 100, 11, (10, 10)),
+        (model.train_on_batch, 100, None, (100, 1)),
+        (model.test_on_batch, 100, None, (100, 1)),
+    ):
+        model.micro_batch_size = size
+        run(x[:batch], y[:batch])
+        assert model.get_layer("sizes").read() == expected
     assert int(model.optimizer.iterations) == 4
 
 
@@ -227,8 +226,8 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
     x, y = cases.tokens_for_two(40, np.random.default_rng(0))
 
     def run(base, **kwargs):
-        model = cases.masked_and_not(base)
-        model.compile(
+        model = compiled(
+            cases.masked_and_not(base),
             loss=["sparse_categorical_crossentropy"] * 2,
             metrics=[["accuracy"]] * 2,
             **compile_arguments,
@@ -241,20 +240,11 @@ def test_evaluate_shows_what_keras_does(compile_arguments):
     check_logs(*train_each(run, {"micro_batch_size": 3}))
 
 
-class SquaredErrors(AccumulatingModel):
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return keras.ops.mean((y - y_pred) ** 2)
-
-
-def test_a_custom_loss_is_evaluated_before_it_is_trained():
-    x, y = np.ones((10, 6)), np.ones((10, 1))
-    model = compiled(
-        chain(SquaredErrors, (6,), keras.layers.Dense(1)),
-        "sgd",
-        "mse",
-        micro_batch_size=3,
-    )
-    expected = model.compute_loss(y=y, y_pred=model(x), x=x)
+def test_a_custom_loss_is_evaluated_before_it_is_trained(samples):
+    x, y = samples
+    made = cases.with_own_compute_loss(AccumulatingModel)
+    model = compiled(made, micro_batch_size=3)
+    expected = model.compute_loss(x, y, model(x))
     found = model.evaluate(x, y, verbose=0)
     assert found == pytest.approx(float(expected), rel=1e-6)
 
@@ -540,15 +530,6 @@ def test_a_train_step_leaves_a_tensor_for_the_loss(
     """Distillation: the outputs of a teacher, in an attribute."""
 
     class Student(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.head = keras.layers.Dense(2)
-            self.teacher = keras.layers.Dense(2, trainable=False)
-            self.teacher.build((None, cases.FEATURES))
-
-        def call(self, inputs):
-            return self.head(inputs)
-
         def train_step(self, data):
             self.soft = self.teacher(data[0])
             return super().train_step(data)
@@ -556,8 +537,11 @@ def test_a_train_step_leaves_a_tensor_for_the_loss(
         def compute_loss(self, x, y, y_pred, sample_weight, training=True):
             return tf.reduce_mean((y_pred - self.soft) ** 2)
 
+    teacher = keras.layers.Dense(2, trainable=False)
+    teacher.build((None, cases.FEATURES))
+    heads = {"head": lambda: keras.layers.Dense(2), "teacher": lambda: teacher}
     x, y = samples
-    model = Student()
+    model = subclassed(lambda self, x: self.head(x), heads)(Student)
     if built:
         model(x)
     model.compile("sgd", jit_compile=jit_compile, **kwargs)

@@ -287,9 +287,8 @@ def test_a_saved_model_of_tensorflow_can_be_made_in_mid_cycle(tmp_path):
 @pytest.mark.parametrize("scales", [True, False])
 def test_scaled_sums_are_not_taken_for_others(scales, tmp_path):
     def make(scales):
-        sgd = optimizers.SGD()
-        scaling = optimizers.LossScaleOptimizer(sgd)
-        return resumed.make_model(optimizer=scaling if scales else sgd)
+        scaling = optimizers.LossScaleOptimizer(optimizers.SGD())
+        return resumed.make_model(optimizer=scaling if scales else "sgd")
 
     model = make(scales)
     model.train_on_batch(*resumed.make_data())
