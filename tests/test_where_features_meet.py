@@ -21,6 +21,7 @@ from helpers import (
     mirrored,
     moves_after_update,
     slow,
+    subclassed,
 )
 
 from accumodel import AccumulatingModel
@@ -87,24 +88,20 @@ class Counts(keras.layers.Layer):
         return x
 
 
-def subclassed(base, *layers):
+def call_body(self, inputs):
+    type(self).traces += 1
+    if not isinstance(inputs, dict):
+        return self.body(inputs)
+    return self.body(inputs["ids"]) * inputs["scale"]
+
+
+def with_spare_layer(base, *layers):
     """Holds a layer that is never called, and takes a scalar."""
-
-    class Model(base):
-        traces = 0
-
-        def __init__(self):
-            super().__init__()
-            self.spare = keras.layers.Dense(7)
-            self.body = pooled(keras.Model, *layers)
-
-        def call(self, inputs):
-            type(self).traces += 1
-            if not isinstance(inputs, dict):
-                return self.body(inputs)
-            return self.body(inputs["ids"]) * inputs["scale"]
-
-    return Model()
+    parts = {
+        "spare": lambda: keras.layers.Dense(7),
+        "body": lambda: pooled(keras.Model, *layers),
+    }
+    return subclassed(call_body, parts, traces=0)(base)
 
 
 def overridden(base, *layers):
@@ -151,8 +148,8 @@ FEATURES = {
     "outputs": (functools.partial(pooled, outputs=2), {"outputs": 2}),
     "dropout": (with_layer(lambda: keras.layers.Dropout(0.4)), {}),
     "normalization": (with_layer(keras.layers.BatchNormalization), {}),
-    "spare layer": (subclassed, {"epochs": 6}),
-    "scalar": (subclassed, {"has_scalar": True}),
+    "spare layer": (with_spare_layer, {"epochs": 6}),
+    "scalar": (with_spare_layer, {"has_scalar": True}),
     "overridden": (overridden, {}),
     "after_update": (averaged, {}),
     "executions": (pooled, {"steps_per_execution": 2}),
@@ -169,12 +166,12 @@ NAMES = {"overridden": "accumulate_gradients", "skipping": "skip_nonfinite"}
 def refusal(way, feature):
     """Returns the name by which a pair is refused, or `None`."""
     name = NAMES.get(feature)
-    for each in FEATURES_OF_THE_LIBRARY:
-        arguments = getattr(each, "ARGUMENTS", ())
-        is_on = not WAYS[way][1].keys().isdisjoint(arguments)
-        if is_on and name in each.CONFLICTS:
-            return name
-    return None
+    is_refused = any(
+        WAYS[way][1].keys() & {*getattr(each, "ARGUMENTS", ())}
+        for each in FEATURES_OF_THE_LIBRARY
+        if name in each.CONFLICTS
+    )
+    return name if is_refused else None
 
 
 # Told of by the check on the first batch, which these do without.
@@ -219,8 +216,7 @@ def tokens(outputs=1, is_long=False):
 
 def train(
     make, base, way, batch_size=8, *, outputs=1, is_long=False,
-    has_scalar=False, is_fixed=False, is_mirrored=False, callbacks=(),
-    epochs=2, **kwargs,
+    has_scalar=False, is_fixed=False, is_mirrored=False, epochs=2, **kwargs,
 ):  # fmt: skip
     x, y = tokens(outputs, is_long)
     data = {"x": x, "y": y, "batch_size": batch_size}
@@ -232,20 +228,19 @@ def train(
         data = {"x": dataset.batch(batch_size, drop_remainder=True)}
     with mirrored(2).scope() if is_mirrored else contextlib.nullcontext():
         keras.utils.set_random_seed(0)
-        model = make(base, *layers_of(way))
-        kwargs = {"loss": "mse", "jit_compile": False} | kwargs
-        model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    callbacks = [each() for each in callbacks]
-    history = model.fit(
-        **data, epochs=epochs, shuffle=False, callbacks=callbacks, verbose=0
-    )
-    return model, history.history
+        model = compiled(
+            make(base, *layers_of(way)),
+            keras.optimizers.SGD(0.1),
+            "mse",
+            **{"jit_compile": False} | kwargs,
+        )
+    return model, fit(model, **data, epochs=epochs).history
 
 
 @functools.cache
 def reference(way, feature):
     make, kwargs = FEATURES[feature]
-    ours = ("skip_nonfinite", "callbacks", "is_mirrored")
+    ours = ("skip_nonfinite", "is_mirrored")
     plain = {k: kwargs[k] for k in kwargs if k not in ours}
     model, logs = train(make, keras.Model, way, **plain)
     return model.get_weights(), logs["loss"]
