@@ -2,9 +2,10 @@
 
 import sys
 
-import keras
+import cases
 import pytest
 import tensorflow as tf
+from helpers import chain, compiled
 from keras import layers
 from proving import proof_of
 
@@ -27,9 +28,13 @@ def test_recurrent_layers(monkeypatch, kind, dropout, proof):
     rnn = sys.modules["keras.src.backend.tensorflow.rnn"]
     monkeypatch.setattr(rnn, "_is_gpu_available", lambda: True)
     monkeypatch.setattr(tf.raw_ops, "CudnnRNNV3", traced)
-    inputs = keras.Input((None,), dtype="int32")
-    words = layers.Embedding(9, 4, mask_zero=True)(inputs)
-    hidden = layers.Bidirectional(kind(3))(words)
-    model = AccumulatingModel(inputs, layers.Dense(2)(hidden))
-    model.compile("sgd", "mse", jit_compile=False, micro_batch_size=3)
+    words = layers.Embedding(9, 4, mask_zero=True)
+    parts = words, layers.Bidirectional(kind(3)), layers.Dense(2)
+    model = compiled(
+        chain(AccumulatingModel, cases.ids(), *parts),
+        "sgd",
+        "mse",
+        jit_compile=False,
+        micro_batch_size=3,
+    )
     assert proof_of(model, SPECS).kind == proof
