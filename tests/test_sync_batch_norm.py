@@ -25,6 +25,7 @@ from helpers import (
     refused,
     slow,
     softmax,
+    subclassed,
     train,
     train_big,
     weekly,
@@ -144,30 +145,28 @@ def in_layers(model_class):
     return in_a_row(model_class, layers.Dense(6), block, block, Holds())
 
 
-def subclassed(model_class):
+def call_network(self, x, training=None):
+    x = self.enter(x)
+    for block in self.blocks:
+        x = block(x, training=training)
+    self.unused(x, training=training)
+    norm = self.blocks[0].norms[0]
+    # Between the two calls the moving averages have moved.
+    x = norm(x, training=training)
+    x = x + norm(x, training=False)
+    weights = tf.convert_to_tensor(self.blocks[0].first.kernel)
+    return self.head(tf.map_fn(tf.tanh, x @ weights))
+
+
+def network(model_class):
     """With what is no layer between normalizations, and no output of them."""
-
-    class Network(model_class):
-        def __init__(self):
-            super().__init__()
-            self.enter = layers.Dense(6)
-            self.blocks = [Block(), Block(adds_loss=True)]
-            self.unused = Norm(center=False, scale=False)
-            self.head = layers.Dense(cases.CLASSES, "softmax")
-
-        def call(self, x, training=None):
-            x = self.enter(x)
-            for block in self.blocks:
-                x = block(x, training=training)
-            self.unused(x, training=training)
-            norm = self.blocks[0].norms[0]
-            # Between the two calls the moving averages have moved.
-            x = norm(x, training=training)
-            x = x + norm(x, training=False)
-            weights = tf.convert_to_tensor(self.blocks[0].first.kernel)
-            return self.head(tf.map_fn(tf.tanh, x @ weights))
-
-    model = Network()
+    parts = {
+        "enter": lambda: layers.Dense(6),
+        "blocks": lambda: [Block(), Block(adds_loss=True)],
+        "unused": lambda: Norm(center=False, scale=False),
+        "head": softmax,
+    }
+    model = subclassed(call_network, parts)(model_class)
     model(np.zeros((1, cases.FEATURES)))
     return model
 
@@ -223,7 +222,7 @@ def contrastive(y_true, y_pred):
 
 
 CASES = {
-    "subclassed": cases.Case(make=subclassed),
+    "subclassed": cases.Case(make=network),
     "a chain": cases.Case(
         make=two_norms,
         compile={"metrics": ["accuracy"]},
@@ -355,15 +354,12 @@ def test_with_the_gradient_cache_and_without_it():
     assert distance(cached, train_big(case, **SYNC)[0]) == 0
 
 
-shared_over_replicas = functools.partial(two_norms, synchronized=True)
-
-
 # Of the second normalization, each replica has its own.
 @pytest.mark.parametrize(
     ("make", "sizes"),
     [
         weekly(two_norms, [[24], [8]]),
-        weekly(shared_over_replicas, [[24], [8]]),
+        weekly(functools.partial(two_norms, synchronized=True), [[24], [8]]),
         weekly(in_layers, [[24], [8]]),
     ],
 )
