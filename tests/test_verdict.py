@@ -21,6 +21,7 @@ from helpers import (
     fit,
     functional,
     gradients_of,
+    subclassed,
     weekly,
 )
 from keras import layers, ops
@@ -56,29 +57,26 @@ def dense(cls):
 def subclass(call, compute_loss=None, train_step=None):
     """Returns a function that makes a subclassed model with two layers."""
 
+    parts = {
+        "a": lambda: layers.Dense(8, "tanh"),
+        "b": lambda: layers.Dense(4),
+        "seed": lambda: keras.random.SeedGenerator(3),
+    }
+    methods = {} if train_step is None else {"train_step": train_step}
+    if compute_loss is not None:
+        methods["compute_loss"] = (
+            lambda self, x=None, y=None, y_pred=None, *_, **__: compute_loss(
+                self, y, y_pred
+            )
+        )
+
     def make(cls):
-        class Model(cls):
-            def __init__(self):
-                super().__init__()
-                self.a, self.b = layers.Dense(8, "tanh"), layers.Dense(4)
-                self.seed = keras.random.SeedGenerator(3)
-                self.scale = self.add_weight((), "ones")
-                self.a.build((None, 6))
-                self.b.build((None, 8))
-                self.built = True
-
-        Model.call = call
-        if compute_loss is not None:
-
-            def loss(
-                self, x=None, y=None, y_pred=None, sample_weight=None, **_
-            ):
-                return compute_loss(self, y, y_pred)
-
-            Model.compute_loss = loss
-        if train_step is not None:
-            Model.train_step = train_step
-        return Model()
+        model = subclassed(call, parts, **methods)(cls)
+        model.scale = model.add_weight((), "ones")
+        model.a.build((None, 6))
+        model.b.build((None, 8))
+        model.built = True
+        return model
 
     return make
 
@@ -146,10 +144,6 @@ def nothing(x):
     return loss - ops.stop_gradient(loss)
 
 
-def squares(x):
-    return ops.sum(ops.sum(x, 0) ** 2)
-
-
 def experts(h):
     """Each of 3 experts takes at most 3 samples."""
     gates = ops.softmax(h[:, :3])
@@ -187,16 +181,6 @@ def endpoint(cls):
     inputs, targets = keras.Input((6,)), keras.Input((4,))
     outputs = layers.Dense(4)(layers.Dense(8, "tanh")(inputs))
     return cls([inputs, targets], Endpoint()(outputs, targets))
-
-
-def swapped(cls):
-    return chain(
-        cls,
-        (5, 6),
-        layers.Dense(4),
-        layers.Permute((2, 1)),
-        layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2))),
-    )
 
 
 def softmax_of_steps(cls):
@@ -252,10 +236,6 @@ def triplets(y, p):
     return tf.reduce_sum(losses) / (count + 1e-16)
 
 
-def pairs(y, p):
-    return 0.1 * ops.mean((p @ ops.transpose(p) - y @ ops.transpose(y)) ** 2, 1)
-
-
 def known_mean(y, p):
     known = ops.cast(y != 0, "float32")
     return ops.sum(known * (y - p) ** 2) / ops.sum(known)
@@ -268,10 +248,6 @@ def contrast(logits):
             labels, logits, from_logits=True
         )
     )
-
-
-def time_major(y, p):
-    return ops.mean((p - ops.transpose(y, (2, 0, 1))) ** 2)
 
 
 def keep(reduce):
@@ -376,7 +352,13 @@ CLASSES = CLASSES.transpose(0, 2, 1)
 # in cycles of 4 batches.
 PROGRAMS: dict = {
     **{f"{n} hardest": (dense, hardest(n)) for n in (2, 3, 12)},
-    "pairs": (dense, pairs),
+    "pairs": (
+        dense,
+        lambda y, p: (
+            0.1
+            * ops.mean((p @ ops.transpose(p) - y @ ops.transpose(y)) ** 2, 1)
+        ),
+    ),
     "root": (dense, root),
     "known targets": (dense, known_mean, X, KNOWN),
     "mean": (dense, MSE),
@@ -428,7 +410,10 @@ PROGRAMS: dict = {
     "adds a root": (with_layer(lambda: Adds(lambda x: root(0, x))), MSE),
     "ignored squares": (
         lambda cls: subclass(
-            lambda self, x: self.b(self.a(Adds(squares)(x))), mean
+            lambda self, x: self.b(
+                self.a(Adds(lambda x: ops.sum(ops.sum(x, 0) ** 2))(x))
+            ),
+            mean,
         )(cls),
     ),
     "experts": (around(experts), MSE),
@@ -454,7 +439,18 @@ PROGRAMS: dict = {
             lambda s, y, p: contrast(p[0] @ ops.transpose(p[1])),
         ),
     ),
-    "time major": (swapped, time_major, SEQUENCES, TARGETS),
+    "time major": (
+        lambda cls: chain(
+            cls,
+            (5, 6),
+            layers.Dense(4),
+            layers.Permute((2, 1)),
+            layers.Lambda(lambda x: ops.transpose(x, (1, 0, 2))),
+        ),
+        lambda y, p: ops.mean((p - ops.transpose(y, (2, 0, 1))) ** 2),
+        SEQUENCES,
+        TARGETS,
+    ),
     "axis 1": (softmax_of_steps, CROSS, SEQUENCES, CLASSES),
     "axis 1, root": (
         softmax_of_steps,
@@ -478,10 +474,10 @@ for seed in range(8):
         "of twelve": numbers.integers(12, size=24),
     }.items():
         features = numbers.normal(size=(24, 6)).astype("float32")
-        program = f"triplets {name}, {seed}"
-        PROGRAMS[program] = dense, triplets, features, classes
-    program = f"step of the hardest half, {seed}"
-    PROGRAMS[program] = custom(hardest_half), None, features, Y
+        program = dense, triplets, features, classes
+        PROGRAMS[f"triplets {name}, {seed}"] = program
+    program = custom(hardest_half), None, features, Y
+    PROGRAMS[f"step of the hardest half, {seed}"] = program
 
 WAYS = {
     "split": {"micro_batch_size": 6},

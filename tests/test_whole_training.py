@@ -272,28 +272,15 @@ class Either(Seeded):
         )
 
 
-def capped(x):
-    """What is clipped at a distance from the largest, as in decibel."""
-    return ops.maximum(x, ops.max(x) - 1.0)
-
-
 def capacity(model, y, p):
     wanted = 0.05 * ops.cast(model.optimizer.iterations, "float32")
     return mean(y, p[0]) + ops.abs(ops.mean(p[1] ** 2) - wanted)
-
-
-def flooding(model, y, p):
-    return ops.abs(mean(y, p) - 0.95) + 0.95
 
 
 def stops(model, y, p):
     """A policy that is no longer moved if it is too far from the old one."""
     far = ops.mean(p**2)
     return ops.where(far < 0.3, mean(y, p), 0.0)
-
-
-def logged(model, y, p):
-    return mean(y, p) * (1 + model._loss_tracker.result())
 
 
 # -- what is exact -------------------------------------------------------------
@@ -342,25 +329,6 @@ def masks(words):
 
 
 adds_rows = functools.partial(Adds, lambda x: 0.1 * ops.mean(x**2, -1))
-
-
-def activity(cls):
-    return chain(
-        cls,
-        (6,),
-        layers.Dense(6, activity_regularizer="l2"),
-        layers.Dense(4),
-    )
-
-
-def unit(cls):
-    return chain(
-        cls,
-        (6,),
-        layers.Dense(6, "tanh"),
-        layers.Dense(4),
-        layers.UnitNormalization(),
-    )
 
 
 SUM = keras.losses.MeanSquaredError("sum")
@@ -420,11 +388,20 @@ PROGRAMS = {
     ),
     # Thresholds.
     "capacity": Program(with_loss(two_outputs, capacity)),
-    "flooding": Program(with_loss(dense, flooding)),
+    "flooding": Program(
+        with_loss(dense, lambda model, y, p: ops.abs(mean(y, p) - 0.95) + 0.95)
+    ),
     "stops": Program(with_loss(dense, stops)),
-    "reads its log": Program(with_loss(dense, logged), ways=WAYS),
+    "reads its log": Program(
+        with_loss(
+            dense,
+            lambda model, y, p: mean(y, p) * (1 + model._loss_tracker.result()),
+        ),
+        ways=WAYS,
+    ),
+    # At a distance from the largest, as in decibel.
     "capped": Program(
-        around(capped),
+        around(lambda x: ops.maximum(x, ops.max(x) - 1.0)),
         "mse",
         feed(X * (np.arange(48) // 24)[:, None], Y),
         told=None,
@@ -461,7 +438,12 @@ PROGRAMS = {
         told=False,
     ),
     "activity and weights": Program(
-        activity,
+        lambda cls: chain(
+            cls,
+            (6,),
+            layers.Dense(6, activity_regularizer="l2"),
+            layers.Dense(4),
+        ),
         BY_WEIGHT,
         feed(X, Y, sample_weight=WEIGHTS[0]),
         ways=CACHE,
@@ -478,7 +460,13 @@ PROGRAMS = {
         for name, loss in (("a mean", "mse"), ("a sum", SUM), ("none", None))
     },
     "circle": Program(
-        unit,
+        lambda cls: chain(
+            cls,
+            (6,),
+            layers.Dense(6, "tanh"),
+            layers.Dense(4),
+            layers.UnitNormalization(),
+        ),
         keras.losses.Circle(),
         feed(X, np.arange(48) % 3),
         ways=CACHE,
