@@ -16,14 +16,16 @@ from helpers import (
     chain,
     check_exact,
     compiled,
-    custom_step,
     distance,
     fit,
+    gradients_of,
     names,
     subclassed,
     weekly,
 )
 from keras import layers
+from test_verdict import SGD, root
+from test_whole_training import with_loss, with_step
 
 from accumodel import AccumulatingModel, GradientAccumulator, InexactWarning
 
@@ -31,7 +33,6 @@ pytestmark = pytest.mark.verified
 
 rng = np.random.default_rng(0)
 X, Y = (rng.normal(size=(24, n)).astype("float32") for n in (6, 2))
-SGD = keras.optimizers.SGD
 
 SPLIT, FED = {"micro_batch_size": 4}, {"accum_steps": 3}
 WAYS = {"split": SPLIT, "fed": FED}
@@ -40,19 +41,6 @@ WAYS = {"split": SPLIT, "fed": FED}
 def dense(cls, layer=None):
     middle = [] if layer is None else [layer]
     return chain(cls, (6,), layers.Dense(6, "tanh"), *middle, layers.Dense(2))
-
-
-def lossy(loss, make=dense):
-    """Returns a function that makes a model with a `compute_loss`."""
-
-    def build(cls):
-        class Model(cls):
-            def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
-                return loss(self, x, y, y_pred)
-
-        return make(Model)
-
-    return build
 
 
 def arrays(model, size, epochs=2):
@@ -94,21 +82,14 @@ class BuiltBySize(layers.Layer):
         return x * self.scale * self.factor
 
 
-def hardest(model, x, y, y_pred):
+def hardest(y, y_pred):
     errors = tf.reduce_mean((y - y_pred) ** 2, -1)
     if y.shape[0] is None:
         return tf.reduce_mean(errors)
     return tf.reduce_mean(tf.math.top_k(errors, y.shape[0] // 3).values)
 
 
-def step_of_hardest(cls):
-    class Model(cls):
-        def train_step(self, data):
-            x, y = data
-            loss = lambda: hardest(self, x, y, self(x, training=True))  # noqa: E731
-            return {"l": custom_step(self, x, loss)}
-
-    return dense(Model)
+loss_of_hardest = with_loss(dense, lambda model, *args: hardest(*args))
 
 
 def one_by_one(model, size):
@@ -131,12 +112,13 @@ def with_factor(cls):
     class Model(cls):
         def train_step(self, data):
             x, y = data
-            with tf.GradientTape() as tape:
-                loss = tf.reduce_mean((y - self(x, training=True)) ** 2)
-            variables = self.trainable_variables
+            loss, gradients = gradients_of(
+                lambda: tf.reduce_mean((y - self(x, training=True)) ** 2),
+                self.trainable_variables,
+            )
             factor = (x.shape[0] or 12) / 12
-            gradients = [factor * g for g in tape.gradient(loss, variables)]
-            self.accumulate_gradients(gradients, tf.shape(x)[0])
+            scaled = [factor * gradient for gradient in gradients]
+            self.accumulate_gradients(scaled, tf.shape(x)[0])
             return {"l": loss}
 
     return dense(Model)
@@ -174,9 +156,9 @@ ASKS = {
         arrays,
     ),
     "a layer": (lambda cls: dense(cls, Standard()), arrays),
-    "a loss": (lossy(hardest), arrays),
-    "a custom step": (step_of_hardest, arrays),
-    "by train_on_batch": (lossy(hardest), one_by_one),
+    "a loss": (loss_of_hardest, arrays),
+    "a custom step": (with_step(dense, hardest), arrays),
+    "by train_on_batch": (loss_of_hardest, one_by_one),
     "the large batch only": (
         lambda cls: dense(
             cls,
@@ -245,15 +227,12 @@ def test_usual_layers_compute_the_same_for_each_size(name, way):
 GENERATOR = [np.random.default_rng(7)]
 
 
-def features(x):
-    """Random features, which a trace draws."""
-    kernel = GENERATOR[0].normal(size=(6, 6)).astype("float32")
-    return tf.sin(x @ tf.constant(kernel))
-
-
 class Features(layers.Layer):
+    """Random features, which a trace draws."""
+
     def call(self, x):
-        return features(x)
+        kernel = GENERATOR[0].normal(size=(6, 6)).astype("float32")
+        return tf.sin(x @ tf.constant(kernel))
 
 
 def with_features(cls):
@@ -269,9 +248,13 @@ def table(size):
 KEPT: dict = {}
 
 
-def keeps_a_tensor(model, x, y, y_pred):
-    KEPT.setdefault("table", tf.linspace(1.0, 2.0, 2))
-    return tf.reduce_mean((y - y_pred) ** 2 * table(2) * KEPT["table"])
+def keeps_a_tensor(cls):
+    class Model(cls):
+        def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
+            KEPT.setdefault("table", tf.linspace(1.0, 2.0, 2))
+            return tf.reduce_mean((y - y_pred) ** 2 * table(2) * KEPT["table"])
+
+    return dense(Model)
 
 
 IN_WAYS = (
@@ -286,7 +269,7 @@ def test_a_tensor_that_python_keeps_is_trained(way, data):
     def run(base, **kwargs):
         table.cache_clear()
         KEPT.clear()
-        return train(base, lossy(keeps_a_tensor), data, **kwargs)
+        return train(base, keeps_a_tensor, data, **kwargs)
 
     check_exact(run, WAYS[way])
 
@@ -305,7 +288,7 @@ def test_what_draws_from_a_generator_of_the_module_is_not_proved():
 
 
 def test_what_a_step_has_put_into_its_data_is_no_data():
-    def in_place(model, x, y, y_pred):
+    def in_place(model, y, y_pred):
         y["w"] = y["w"] / tf.reduce_mean(y["w"])
         return tf.reduce_mean(
             y["w"] * tf.reduce_mean((y["t"] - y_pred) ** 2, -1)
@@ -317,14 +300,10 @@ def test_what_a_step_has_put_into_its_data_is_no_data():
         model.fit(data, shuffle=False, verbose=0)
 
     with pytest.warns(InexactWarning):
-        train(AccumulatingModel, lossy(in_place), dicts, **SPLIT)
+        train(AccumulatingModel, with_loss(dense, in_place), dicts, **SPLIT)
 
 
 # -- a verdict comes before the first update -----------------------------------
-
-
-def spread(y, y_pred):
-    return tf.sqrt(tf.reduce_mean((y - y_pred) ** 2))
 
 
 STRICT = {
@@ -343,7 +322,7 @@ STRICT = {
 )
 def test_an_error_by_a_filter_comes_before_a_weight_moves_and_again(name):
     kwargs, data = STRICT[name]
-    model = compiled(dense(AccumulatingModel), SGD(0.1), spread, **kwargs)
+    model = compiled(dense(AccumulatingModel), SGD(0.1), root, **kwargs)
     before = model.get_weights()
     with warnings.catch_warnings():
         warnings.simplefilter("error", InexactWarning)
@@ -507,10 +486,10 @@ class Turns(AccumulatingModel):
         return {"l": tf.cond(self.turn(first + second, x), *update)}
 
     def update(self, i, x, y):
-        with tf.GradientTape() as tape:
-            loss = tf.reduce_mean((self.players[i](x) - y) ** 2)
-        variables = self.players[i].trainable_variables
-        gradients = tape.gradient(loss, variables)
+        loss, gradients = gradients_of(
+            lambda: tf.reduce_mean((self.players[i](x) - y) ** 2),
+            self.players[i].trainable_variables,
+        )
         self.accumulators[i].accumulate(gradients, tf.shape(x)[0])
         return loss
 
@@ -549,52 +528,42 @@ def zipped(first, second):
     return data
 
 
-class Two:
-    """A mean over the labelled rows, and one over others."""
-
-    def __init__(self):
-        super().__init__()
-        self.layer = layers.Dense(2)
-
-    def call(self, x):
-        return {key: self.layer(value) for key, value in x.items()}
-
-    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
-        loss = tf.reduce_mean((y - y_pred["a"]) ** 2)
-        return loss + tf.reduce_mean(tf.tanh(y_pred["b"]))
+two_outputs = subclassed(
+    lambda self, x: {key: self.layer(value) for key, value in x.items()},
+    {"layer": lambda: layers.Dense(2)},
+)
 
 
-class One(Two):
+def of_one(model, y, y_pred):
     """The others are there, but a row of them is not counted."""
-
-    def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
-        return tf.reduce_mean((y - y_pred["a"]) ** 2)
+    return tf.reduce_mean((y - y_pred["a"]) ** 2)
 
 
-def two(kind):
-    return lambda cls: type("Model", (kind, cls), {})()
+def of_two(model, y, y_pred):
+    """A mean over the labelled rows, and one over others."""
+    others = tf.reduce_mean(tf.tanh(y_pred["b"]))
+    return of_one(model, y, y_pred) + others
 
 
 OTHER = rng.normal(size=(72, 6)).astype("float32")
 
 
 @pytest.mark.parametrize(
-    ("kind", "data", "match"),
+    ("loss", "data", "match"),
     [
-        (Two, zipped(24, (OTHER[:22], 1)), "later batches hold arrays"),
-        (Two, zipped(22, (OTHER, 3)), "other numbers of samples"),
-        weekly(One, zipped(22, (OTHER, 3)), None),
-        (Two, zipped(24, (OTHER[:24], 1)), None),
+        (of_two, zipped(24, (OTHER[:22], 1)), "later batches hold arrays"),
+        (of_two, zipped(22, (OTHER, 3)), "other numbers of samples"),
+        weekly(of_one, zipped(22, (OTHER, 3)), None),
+        (of_two, zipped(24, (OTHER[:24], 1)), None),
     ],
 )
 def test_arrays_of_unlike_lengths_are_told_of_where_it_matters(
-    kind, data, match
+    loss, data, match
 ):
-    told = contextlib.nullcontext()
-    if match:
-        told = pytest.warns(UserWarning, match=match)
-    with told:
-        train(AccumulatingModel, two(kind), data, None, **FED)
+    make = with_loss(two_outputs, loss)
+    told = pytest.warns(UserWarning, match=match)
+    with told if match else contextlib.nullcontext():
+        train(AccumulatingModel, make, data, None, **FED)
 
 
 def test_a_later_batch_of_unlike_lengths_takes_a_verdict_back():
@@ -603,8 +572,9 @@ def test_a_later_batch_of_unlike_lengths_takes_a_verdict_back():
             x = {"a": X[i : i + size], "b": OTHER[i : min(i + size, 23)]}
             model.train_on_batch(x, Y[i : i + size])
 
+    make = with_loss(two_outputs, of_two)
     with pytest.warns(UserWarning, match="later batches hold arrays"):
-        train(AccumulatingModel, two(Two), data, None, **FED)
+        train(AccumulatingModel, make, data, None, **FED)
 
 
 @pytest.mark.parametrize(
@@ -626,23 +596,18 @@ def test_a_number_that_comes_with_each_batch_is_not_that_of_the_first(
         count = tf.data.experimental.assert_cardinality(24 // size)
         model.fit(made.apply(count), shuffle=False, verbose=0)
 
-    class Divided(AccumulatingModel):
-        def __init__(self):
-            super().__init__()
-            self.layer = layers.Dense(2)
+    def divided(self, x=None, y=None, y_pred=None, *_, **__):
+        return tf.reduce_sum((y - y_pred) ** 2) / x["z"]
 
-        def call(self, x):
-            return self.layer(x["x"])
-
-        def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
-            return tf.reduce_sum((y - y_pred) ** 2) / x["z"]
-
-        def micro_batch_weight(self, x, y, y_pred, sample_weight):
-            return x["z"] if is_weight else None
-
+    make = subclassed(
+        lambda self, x: self.layer(x["x"]),
+        {"layer": lambda: layers.Dense(2)},
+        compute_loss=divided,
+        micro_batch_weight=lambda self, x, *_: x["z"] if is_weight else None,
+    )
     told = pytest.warns(UserWarning, match="another number in each batch")
     with told if is_told else contextlib.nullcontext():
-        train(lambda: Divided(), lambda make: make(), data, None, **FED)
+        train(AccumulatingModel, make, data, None, **FED)
 
 
 def padded(masks):
