@@ -475,7 +475,8 @@ def check_weights(model, reference, case):
 
 
 def check_logs(logs, expected):
-    assert list(logs) == list(expected)
+    """Compares logs, but for the size that "auto" adds to ours."""
+    assert [each for each in logs if each != "micro_batch_size"] == [*expected]
     for name, values in expected.items():
         np.testing.assert_allclose(logs[name], values, rtol=1e-5)
 
@@ -540,7 +541,6 @@ def check_big(case, rtol=1e-6, **kwargs):
     reference, expected = train_big(case, keras.Model, **jit)
     model, logs = train_big(case, **kwargs)
     check_weights(model, reference, case)
-    logs["epochs"].pop("micro_batch_size", None)  # of "auto"
     check_logs(logs["epochs"], expected["epochs"])
     for ours, theirs in zip(logs["batches"], expected["batches"], strict=True):
         check_logs(ours, theirs)
