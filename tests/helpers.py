@@ -7,6 +7,7 @@ The cases to which `train_case` and `check_case` are applied are in `cases.py`.
 import contextlib
 import functools
 import itertools
+import time
 import warnings
 
 import keras
@@ -43,6 +44,13 @@ WAYS = {
     "cache": (12, {"micro_batch_size": 5, "gradient_cache": True}),
     "xla": (12, {"micro_batch_size": 5, "jit_compile": True}),
     "eager": (12, {"micro_batch_size": 5, "run_eagerly": True}),
+}
+
+
+# Arguments of `parametrize`: what makes of a function one that is tested.
+EAGER_OR_GRAPH = {
+    "argvalues": [lambda function: function, tf.function],
+    "ids": ["eager", "graph"],
 }
 
 
@@ -118,6 +126,12 @@ def chain(model_class, inputs, *layers):
     return model_class(inputs, outputs)
 
 
+def built(layer, *shape):
+    """Returns a layer with the weights for samples of this shape."""
+    layer.build((None, *shape))
+    return layer
+
+
 def functional(inputs, outputs_of):
     """Returns what makes a functional model, given its class.
 
@@ -144,6 +158,18 @@ def subclassed(call, layers, **methods):
         return model
 
     return make
+
+
+def with_loss(base, loss_of):
+    """Returns a class whose own loss is a function of targets and outputs."""
+
+    class Custom(base):
+        def compute_loss(
+            self, x=None, y=None, y_pred=None, sample_weight=None, training=True
+        ):
+            return loss_of(y, y_pred)
+
+    return Custom
 
 
 def calling_super(base, name):
@@ -185,8 +211,22 @@ def failing_layer(backward=False):
     return keras.layers.Lambda(lambda x: through_python(fail, x, backward))
 
 
+class Fails:
+    """Passes a value on, until it is told to fail."""
+
+    is_told = False
+
+    def __call__(self, value):
+        if self.is_told:
+            time.sleep(0.3)  # so that nothing else is late by chance
+            raise RuntimeError("in a gradient")
+        return value
+
+
 class Adds(keras.layers.Layer):
     """Adds a loss, by a function of its inputs."""
+
+    supports_masking = True
 
     def __init__(self, loss_of):
         super().__init__()
@@ -268,23 +308,17 @@ def softmax(units=3, **kwargs):
 # The same model in three ways, for the fixture `data`.
 def make_functional(model_class, features=20, units=16, **kwargs):
     """Two layers; the arguments left over go to the first one."""
-    inputs = keras.Input((features,))
-    x = keras.layers.Dense(units, activation="tanh", **kwargs)(inputs)
-    outputs = keras.layers.Dense(3, activation="softmax")(x)
-    return model_class(inputs, outputs)
+    hidden = keras.layers.Dense(units, activation="tanh", **kwargs)
+    return chain(model_class, (features,), hidden, softmax())
 
 
 def make_subclassed(model_class):
-    class Subclassed(model_class):
-        def __init__(self, **kwargs):
-            super().__init__(**kwargs)
-            self.hidden = keras.layers.Dense(16, activation="tanh")
-            self.head = keras.layers.Dense(3, activation="softmax")
-
-        def call(self, inputs):
-            return self.head(self.hidden(inputs))
-
-    return Subclassed()
+    layers = {
+        "hidden": lambda: keras.layers.Dense(16, activation="tanh"),
+        "head": softmax,
+    }
+    make = subclassed(lambda self, x: self.head(self.hidden(x)), layers)
+    return make(model_class)
 
 
 def make_sequential(model_class):
@@ -370,6 +404,11 @@ class UpdatesItself(AccumulatingModel):
         return {"loss": loss}
 
 
+def unless_plain(make, ours):
+    """Lets a function of a class make Keras's, or one of this class of ours."""
+    return lambda base: make(base if base is keras.Model else ours)
+
+
 def plain_and(*ways):
     """Yields `keras.Model`, and ours with arguments; each with one seed."""
     ours = ((AccumulatingModel, kwargs) for kwargs in ways)
@@ -378,10 +417,24 @@ def plain_and(*ways):
         yield each
 
 
-def train(model, data, batch_size=32, optimizer="adam", epochs=3, **kwargs):
+def train(
+    model,
+    data,
+    batch_size=32,
+    optimizer="adam",
+    epochs=3,
+    sample_weight=None,
+    **kwargs,
+):
     """Compiles, fits, returns; the arguments left over go to `compile`."""
     compiled(model, optimizer, **kwargs)
-    fit(model, *data, batch_size=batch_size, epochs=epochs)
+    fit(
+        model,
+        *data,
+        batch_size=batch_size,
+        epochs=epochs,
+        sample_weight=sample_weight,
+    )
     return model
 
 
@@ -405,12 +458,13 @@ def check_exact(train, *ways, strategy=None):
     return models
 
 
-def train_both(make, data, compile_args=dict, big=32, steps=4):
+def train_both(make, data, compile_args=dict, big=32, steps=4, **how):
     """Trains a plain model in large batches, and ours in cycles.
 
     `make` makes a model of a class, and `compile_args` the arguments of
     `compile` of one model. `data` are arrays, or a function that trains a model
-    in batches of a size: `big`, and of ours a part of it, of `steps`.
+    in batches of a size: `big`, and of ours a part of it, of `steps`. The
+    arguments left over go to `fit`.
     """
 
     def train(base, **kwargs):
@@ -420,10 +474,15 @@ def train_both(make, data, compile_args=dict, big=32, steps=4):
         if callable(data):
             data(model, size)
         else:
-            fit(model, *data, batch_size=size)
+            fit(model, *data, batch_size=size, **how)
         return model
 
     return train_each(train, {"accum_steps": steps})
+
+
+def check_train_both(*args, **kwargs):
+    """Compares what `train_both` trains."""
+    assert distance(*train_both(*args, **kwargs)) < 1e-6
 
 
 def set_precision(policy):
