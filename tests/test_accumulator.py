@@ -3,14 +3,18 @@
 import copy
 import functools
 import pickle
-import time
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
+    EAGER_OR_GRAPH,
+    Fails,
+    built,
     chain,
+    compiled,
+    fit,
     gradients_of,
     in_python,
     messages_of,
@@ -37,15 +41,12 @@ def filled(value, variables):
     return [tf.fill(v.shape, tf.cast(value, v.dtype)) for v in variables]
 
 
-@pytest.mark.parametrize("in_function", [False, True], ids=["eager", "graph"])
+@pytest.mark.parametrize("traced", **EAGER_OR_GRAPH)
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["", "xla"])
-def test_the_nth_micro_batch_applies_the_weighted_mean(
-    in_function, jit_compile
-):
+def test_the_nth_micro_batch_applies_the_weighted_mean(traced, jit_compile):
     variables = make_variables()
     accumulator = accumulating(variables, 3, jit_compile=jit_compile)
-    accumulate = accumulator.accumulate
-    accumulate = tf.function(accumulate) if in_function else accumulate
+    accumulate = traced(accumulator.accumulate)
     pending = []
     for value, weight in ((1.0, 1), (2.0, 2), (6.0, 3)):
         accumulate(filled(value, variables), tf.constant(weight))
@@ -155,14 +156,14 @@ def test_a_variable_may_get_its_first_gradient_late():
 @pytest.mark.parametrize(
     "duplicate", [copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))]
 )
-@pytest.mark.parametrize("traced", [False, True])
+@pytest.mark.parametrize("traced", **EAGER_OR_GRAPH)
 @pytest.mark.filterwarnings("ignore")  # Keras's, of a copied optimizer
 def test_a_copy_trains_its_own_variables(duplicate, traced):
     variable = tf.Variable([1.0])
     accumulator = accumulating([variable], 2, rate=0.5)
 
     def accumulate(each):
-        function = tf.function(each.accumulate) if traced else each.accumulate
+        function = traced(each.accumulate)
         for _ in range(2):
             function([tf.ones(1)])
 
@@ -186,16 +187,10 @@ def test_an_error_in_a_custom_loop_begins_a_new_cycle(ends, replicas):
     with strategy.scope():
         variables = [keras.Variable([0.0]), keras.Variable([0.0])]
         accumulator = accumulating(variables, accum_steps=2)
-    fails = []
-
-    def fail(value):
-        if fails:
-            time.sleep(0.1)  # the other one is added by then
-            raise RuntimeError("in a gradient")
-        return value
+    fails = Fails()
 
     def add(value, weight):
-        gradients = [in_python(fail, value), value / replicas]
+        gradients = [in_python(fails, value), value / replicas]
         gradients[0] /= replicas  # as Keras divides losses
         accumulator.accumulate(gradients, weight)
 
@@ -204,10 +199,10 @@ def test_an_error_in_a_custom_loop_begins_a_new_cycle(ends, replicas):
         strategy.run(add, (value, weight))
 
     step(tf.constant([100.0]), tf.constant(1.0))
-    fails.append(True)
+    fails.is_told = True
     with pytest.raises(Exception, match="in a gradient"):
         step(tf.constant([1000.0]), tf.constant(1.0))
-    fails.clear()
+    fails.is_told = False
     expected = [0.0, 0.0]
     if ends == "next steps":
         expected = [-2.0, -2.0]
@@ -247,7 +242,7 @@ HOLD = {
 
 
 @pytest.mark.parametrize(
-    ("number", "compiled", "updates", "hold"),
+    ("number", "accum_steps", "updates", "hold"),
     [
         *[(4, 1, 3, "attribute"), (None, 4, 3, "list"), (2, 4, 5, "dict")],
         *[weekly(4, 1, 3, "list"), weekly(4, 1, 3, "dict")],
@@ -255,14 +250,13 @@ HOLD = {
         *[weekly(2, 4, 5, "attribute"), weekly(2, 4, 5, "list")],
     ],
 )
-def test_a_model_knows_what_it_holds(number, compiled, updates, hold):
+def test_a_model_knows_what_it_holds(number, accum_steps, updates, hold):
     """10 batches: the last short cycle ends with the epoch."""
-    model = Holds(HOLD[hold])
-    model.make(number)
-    model.compile("sgd", accum_steps=compiled)
+    model = Holds(HOLD[hold], number)
+    model.compile("sgd", accum_steps=accum_steps)
     model.fit(np.ones((10, 3)), batch_size=1, verbose=0)
-    assert int(model.own.optimizer.iterations) == updates
-    assert model.own.pending_steps == 0
+    assert int(model.own().optimizer.iterations) == updates
+    assert model.own().pending_steps == 0
 
 
 @pytest.mark.parametrize(
@@ -276,12 +270,11 @@ def test_a_model_knows_what_it_holds(number, compiled, updates, hold):
 )
 def test_what_no_attribute_holds_is_refused(kwargs, strategy, trains_own):
     with strategy().scope():
-        model, other = Holds(lambda each: None), Holds(lambda each: [each])
-        model.make(4)
-        other.make(4)
+        model = Holds(lambda each: None, 4)
+        other = Holds(lambda each: [each], 4)
         model.compile("sgd", **kwargs)
     if not trains_own:
-        model.inner, HELD[model.net.name] = other, other.own
+        model.inner, model.own = other, other.own
     with pytest.raises(ValueError, match="the model does not hold"):
         model.fit(np.ones((10, 3)), batch_size=4, verbose=0)
 
@@ -289,54 +282,44 @@ def test_what_no_attribute_holds_is_refused(kwargs, strategy, trains_own):
 class Holds(AccumulatingModel):
     """Its step uses an accumulator that `hold` puts into an attribute."""
 
-    def __init__(self, hold):
+    def __init__(self, hold, accum_steps):
         super().__init__()
-        self.net, self.hold = keras.layers.Dense(1), hold
-        self.net.build((None, 3))
+        self.net = built(keras.layers.Dense(1), 3)
         self.built = True
-
-    def make(self, number):
-        args = [] if number is None else [number]
-        accumulator = accumulating(
-            self.net.trainable_variables, *args, rate=0.1
-        )
-        self.held = self.hold(accumulator)
-        HELD[self.net.name] = accumulator
-
-    @property
-    def own(self):
-        return HELD[self.net.name]
+        weights = self.net.trainable_variables
+        accumulator = accumulating(weights, accum_steps, rate=0.1)
+        self.held = hold(accumulator)
+        self.own = lambda: accumulator
 
     def train_step(self, data):
         loss, gradients = gradients_of(
             lambda: tf.reduce_mean(self.net(data) ** 2),
             self.net.trainable_variables,
         )
-        self.own.accumulate(gradients, tf.shape(data)[0])
+        self.own().accumulate(gradients, tf.shape(data)[0])
         return {"error": loss}
 
 
-HELD: dict = {}
+@pytest.mark.parametrize("weights", [(4, None), (None, 1)], ids=str)
+def test_sums_and_means_need_an_accumulator_each(weights):
+    accumulator = accumulating([keras.Variable([0.0])], 1)
+    accumulator.accumulate([tf.ones(1)], weights[0])
+    with pytest.raises(ValueError, match="cannot be averaged with means"):
+        accumulator.accumulate([tf.ones(1)], weights[1])
 
 
-def test_sums_and_means_need_an_accumulator_each():
-    variable = keras.Variable([0.0])
-    for weight in (4, None):
-        accumulator = accumulating([variable], 1)
-        accumulator.accumulate([tf.ones(1)], weight)
-        with pytest.raises(ValueError, match="cannot be averaged with means"):
-            accumulator.accumulate([tf.ones(1)], 1 if weight is None else None)
-
-
+@pytest.mark.parametrize("names_all", [False, True])
 @pytest.mark.parametrize("accum_steps", [1, 2])
-def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
+def test_keras_does_not_warn_of_variables_that_no_pair_names(
+    accum_steps, names_all
+):
     class TrainsOne(AccumulatingModel):
         def train_step(self, data):
             variables = self.layers[1].trainable_variables
             loss, gradients = gradients_of(
                 lambda: tf.reduce_mean(self.layers[1](data) ** 2), variables
             )
-            if self.names_all:
+            if names_all:
                 variables = self.trainable_variables
                 gradients += [None, None]
             self.accumulate_gradients(
@@ -344,16 +327,11 @@ def test_keras_does_not_warn_of_variables_that_no_pair_names(accum_steps):
             )
             return {"mine": loss}
 
-    for names_all in (False, True):
-        layers = keras.layers.Dense(1), keras.layers.Dense(1)
-        model = chain(TrainsOne, (3,), *layers)
-        model.names_all = names_all
-        model.compile("sgd", accum_steps=accum_steps)
-        before = model.get_weights()
-        messages = messages_of(
-            functools.partial(
-                model.fit, x=np.ones((8, 3)), batch_size=2, verbose=0
-            )
-        )
-        assert (model.get_weights()[0] != before[0]).all()
-        assert names_all == any("do not exist" in each for each in messages)
+    layers = keras.layers.Dense(1), keras.layers.Dense(1)
+    model = compiled(
+        chain(TrainsOne, (3,), *layers), "sgd", None, accum_steps=accum_steps
+    )
+    before = model.get_weights()
+    messages = messages_of(lambda: fit(model, np.ones((8, 3)), batch_size=2))
+    assert (model.get_weights()[0] != before[0]).all()
+    assert names_all == any("do not exist" in each for each in messages)
