@@ -1,5 +1,7 @@
 """`after_update`: what a plain `train_step` does after the update."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
@@ -8,12 +10,13 @@ from helpers import (
     WAYS,
     UpdatesItself,
     chain,
+    check_exact,
     compiled,
-    distance,
     follow,
     mirrored,
     moves_after_update,
     normal,
+    train,
     updates,
     weekly,
 )
@@ -103,17 +106,15 @@ def data():
     return normal((40, 6), (40, 4))  # a short last batch
 
 
-def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
-    keras.utils.set_random_seed(0)
-    with (strategy or tf.distribute.get_strategy()).scope():
-        model = make(base, *SCRIPTS[script])
-        kwargs = {"jit_compile": False} | kwargs
-        model.compile(optimizer or keras.optimizers.SGD(0.3), "mse", **kwargs)
+def follow_script(script, base, optimizer=None, **kwargs):
     x, y = data()
     if optimizer is not None:
         y[0] = np.inf
-    model.fit(x, y, batch_size=batch_size, epochs=2, shuffle=False, verbose=0)
-    return model
+    model = make(base, *SCRIPTS[script])
+    size = 12 // kwargs.get("accum_steps", 1)
+    optimizer = optimizer or keras.optimizers.SGD(0.3)
+    kwargs = {"loss": "mse", "jit_compile": False} | kwargs
+    return train(model, (x, y), size, optimizer, 2, **kwargs)
 
 
 @pytest.mark.table
@@ -126,11 +127,8 @@ def train(base, script, batch_size=12, strategy=None, optimizer=None, **kwargs):
     ],
 )  # fmt: skip
 def test_it_moves_what_a_plain_step_moves(script, way):
-    batch_size, kwargs = WAYS[way]
-    plain = {k: v for k, v in kwargs.items() if k == "jit_compile"}
-    reference = train(keras.Model, script, **plain)
-    model = train(AccumulatingModel, script, batch_size, **kwargs)
-    assert distance(model, reference) < 1e-6
+    _, kwargs = WAYS[way]
+    _, model = check_exact(functools.partial(follow_script, script), kwargs)
     assert float(model.followed) == updates(model) == 8
 
 
@@ -138,17 +136,16 @@ def test_it_moves_what_a_plain_step_moves(script, way):
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["size", "steps"])
 def test_it_is_called_once_for_all_replicas(way):
-    batch_size, kwargs = WAYS[way]
-    reference = train(keras.Model, "target")
-    args = AccumulatingModel, "target", batch_size, mirrored(2)
-    assert distance(train(*args, **kwargs), reference) < 1e-6
+    run = functools.partial(follow_script, "target")
+    check_exact(run, WAYS[way][1], strategy=mirrored(2))
 
 
 @pytest.mark.parametrize("run_eagerly", [False, True])
-def test_no_update_is_followed_by_nothing(run_eagerly):
+@pytest.mark.parametrize(
+    "kwargs", [{"micro_batch_size": 5}, {"accum_steps": 2}], ids=str
+)
+def test_no_update_is_followed_by_nothing(kwargs, run_eagerly):
     class Model(AccumulatingModel):
-        followed = 0
-
         def process_gradients(self, gradients):
             return gradients, self.optimizer.iterations < 2
 
@@ -157,23 +154,19 @@ def test_no_update_is_followed_by_nothing(run_eagerly):
 
     model = chain(Model, (6,), keras.layers.Dense(4))
     model.count = keras.Variable(0.0, trainable=False)
-    for kwargs in ({"micro_batch_size": 5}, {"accum_steps": 2}):
-        model.count.assign(0.0)
-        model.compile("sgd", "mse", run_eagerly=run_eagerly, **kwargs)
-        model.fit(*data(), batch_size=10, verbose=0)
-        assert float(model.count) == 2
+    how = {"loss": "mse", "run_eagerly": run_eagerly}
+    train(model, data(), 10, "sgd", 1, **how, **kwargs)
+    assert float(model.count) == 2
 
 
 def test_an_overflow_is_followed_as_in_a_plain_step():
     def train_scaled(base, **kwargs):
         sgd = keras.optimizers.SGD(0.3)
         kwargs["optimizer"] = keras.optimizers.LossScaleOptimizer(sgd, 64.0)
-        return train(base, "average", **kwargs)
+        return follow_script("average", base, **kwargs)
 
-    reference = train_scaled(keras.Model)
-    model = train_scaled(AccumulatingModel, micro_batch_size=5)
+    _, model = check_exact(train_scaled, {"micro_batch_size": 5})
     assert updates(model) < float(model.followed) == 8
-    assert distance(model, reference) < 1e-6
 
 
 def test_a_step_that_cannot_call_it_is_refused():
