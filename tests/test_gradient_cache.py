@@ -14,10 +14,10 @@ import pytest
 import tensorflow as tf
 from helpers import (
     as_dataset,
+    built,
     chain,
     check_big,
     check_exact,
-    check_logs,
     check_weights,
     compiled,
     datasets,
@@ -30,7 +30,6 @@ from helpers import (
     train,
     train_big,
     train_case,
-    train_each,
     updates,
     weekly,
 )
@@ -66,11 +65,9 @@ class InBatchSoftmax:
 
     def __init__(self):
         super().__init__()
-        self.query = tower(kernel_regularizer="l2")
-        self.key = tower()
+        self.query = built(tower(kernel_regularizer="l2"), cases.FEATURES)
+        self.key = built(tower(), cases.FEATURES)
         self.log_scale = self.add_weight((), "zeros", name="log_scale")
-        for each in (self.query, self.key):
-            each.build((None, cases.FEATURES))
         self.built = True
 
     def call(self, inputs):
@@ -285,6 +282,10 @@ class HeadInTheLoss(WholeBatchLoss):
 class ChoosesByPython(WholeBatchLoss):
     """As `keras.layers.AugMix`, when it is traced."""
 
+    def __init__(self):
+        super().__init__()
+        self(np.zeros((1, cases.FEATURES)))  # else it chooses twice
+
     def call(self, inputs, training=False):
         if training:
             inputs = inputs * random.choice([1.0, 2.0, 3.0, 4.0, 5.0])
@@ -314,27 +315,9 @@ class DrawsInALoop(WholeBatchLoss):
     ],
 )
 def test_custom_models(base, size):
-
-    def make(model_class):
-        model = type(base.__name__, (base, model_class), {})()
-        if base is ChoosesByPython:
-            model(np.zeros((1, cases.FEATURES)))  # else it chooses twice
-        return model
-
-    case = in_float64(cases.Case(make=make, loss=lambda: None))
-
-    def run(base, **kwargs):
-        model, logs = train_big(case, base, **kwargs)
-        tested = model.evaluate(datasets(case)[0], verbose=0)
-        return [*map(np.array, model.variables)], logs["epochs"], tested
-
-    results = train_each(
-        run, {"micro_batch_size": size, "gradient_cache": True}
-    )
-    (theirs, expected, _), (ours, logs, _) = results
-    assert distance(ours, theirs) < 1e-12
-    check_logs(logs, expected)
-    np.testing.assert_allclose(*(each[2] for each in results), rtol=1e-6)
+    case = in_float64(cases.Case(make=made(base), loss=lambda: None))
+    models = check_big(case, micro_batch_size=size, gradient_cache=True)
+    assert distance(*(each.variables for each in models)) < 1e-12
 
 
 @pytest.mark.unverified
@@ -442,9 +425,9 @@ def test_replicas(case, strategy, sizes):
 
 
 class OneLayer(AccumulatingModel):
-    def __init__(self, outputs_of):
+    def __init__(self, outputs_of, features=cases.FEATURES):
         super().__init__()
-        self.dense = keras.layers.Dense(cases.CLASSES)
+        self.dense = built(keras.layers.Dense(cases.CLASSES), features)
         self.outputs_of = outputs_of
         self.count = tf.Variable(0.0, trainable=False)
 
@@ -505,7 +488,6 @@ def counts(model, x):
 )
 def test_models_that_cannot_be(outputs_of, message, arguments):
     model = OneLayer(outputs_of)
-    model.dense.build((None, cases.FEATURES))
     model.compile("sgd", lambda *_: 0.0, **CACHE_OF_4, **arguments)
     with refused(model, message):
         model.train_on_batch(*eight())
@@ -514,8 +496,7 @@ def test_models_that_cannot_be(outputs_of, message, arguments):
 @pytest.mark.slow
 def test_an_output_of_another_length():
     """Which is known only when it runs."""
-    model = OneLayer(longer)
-    model.dense.build((None, cases.FEATURES // 2))
+    model = OneLayer(longer, cases.FEATURES // 2)
     model.compile("sgd", lambda y, p: ops.mean(p**2), **CACHE_OF_4)
     error = tf.errors.InvalidArgumentError
     with pytest.raises(error, match="whose first axis"):
