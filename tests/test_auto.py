@@ -16,6 +16,7 @@ import pytest
 import tensorflow as tf
 from cases import FEATURES, CellThatDraws, classes
 from helpers import (
+    built,
     chain,
     compiled,
     distance,
@@ -48,22 +49,24 @@ pytestmark = pytest.mark.filterwarnings(
 
 
 class Limit(keras.layers.Layer):
-    """Runs out of memory with more than 7 samples, and notes all sizes.
+    """Runs out of memory with more samples than fit, and notes all sizes.
 
     Args:
         backward: Bool. Whether it does so in the backward pass.
         large: Bool. Whether it does so only if one of them is large.
+        most: How many samples fit.
     """
 
-    def __init__(self, backward=False, large=False):
+    supports_masking = True
+
+    def __init__(self, backward=False, large=False, most=7):
         super().__init__()
         self.sizes = []
-        self.backward = backward
-        self.large = large
+        self.backward, self.large, self.most = backward, large, most
 
     def _allocate(self, x):
         self.sizes.append(len(x))
-        if len(x) > 7 and (not self.large or np.max(x) >= LARGE):
+        if len(x) > self.most and (not self.large or np.max(x) >= LARGE):
             time.sleep(0.1)  # another replica is done by then
             raise MemoryError
         return x
@@ -79,6 +82,13 @@ def plain(model_class, limit=None, *more):
 
 def automatic(limit=None, **kwargs):
     return compiled(plain(AccumulatingModel, limit), **AUTO | kwargs)
+
+
+def plain_and_automatic(limit=None, **kwargs):
+    """Returns a plain model, and ours with the same weights."""
+    reference = compiled(plain(keras.Model))
+    keras.utils.set_random_seed(0)
+    return reference, automatic(limit, **kwargs)
 
 
 def check_fit(model, reference):
@@ -98,10 +108,9 @@ def test_the_batch_is_run_again(cache):
     """A large sample at the end of a batch, of which some parts are added."""
     x, y = classes(96, np.random.default_rng(0))
     x[70] = LARGE  # in the last quarter of the third batch of 24
-    reference = train(plain(keras.Model), (x, y), 24, epochs=1)
-    keras.utils.set_random_seed(0)
     limit = Limit(large=True)
-    model = automatic(limit, gradient_cache=cache)
+    reference, model = plain_and_automatic(limit, gradient_cache=cache)
+    fit(reference, x, y, batch_size=24)
     with pytest.warns(UserWarning, match="from now on") as caught:
         fit(model, x, y, batch_size=24)
     assert len(caught) == 2
@@ -200,12 +209,10 @@ def test_the_pending_cycle_of_a_file_is_dropped(samples, tmp_path):
 @pytest.mark.parametrize("cache", [False, True])
 def test_evaluate_comes_first(samples, cache):
     x, y = samples
-    model = automatic(Limit(), gradient_cache=cache)
-    expected = compiled(plain(keras.Model))
-    expected.set_weights(model.get_weights())
+    reference, model = plain_and_automatic(Limit(), gradient_cache=cache)
     with pytest.warns(UserWarning, match="from now on"):
         loss = model.evaluate(x, y, batch_size=24, verbose=0)
-    loss_of_keras = expected.evaluate(x, y, batch_size=24, verbose=0)
+    loss_of_keras = reference.evaluate(x, y, batch_size=24, verbose=0)
     assert loss == pytest.approx(loss_of_keras, rel=1e-6)
 
 
@@ -235,17 +242,11 @@ class FailsToUpdate(keras.optimizers.SGD):
         super().update_step(gradient, variable, learning_rate)
 
 
-class Smallest(Limit):
-    def _allocate(self, x):
-        self.sizes.append(len(x))
-        raise MemoryError
-
-
 @pytest.mark.table
 @pytest.mark.parametrize("cache", [False, True])
 def test_what_smaller_micro_batches_do_not_help(samples, cache):
     x, y = samples
-    limit = Smallest()
+    limit = Limit(most=0)
     model = automatic(limit, gradient_cache=cache)
     error = tf.errors.ResourceExhaustedError
     with (
@@ -330,10 +331,9 @@ class TwoAccumulators(AccumulatingModel):
 
     def __init__(self, accum_steps, limit=None):
         super().__init__()
-        self.parts = [keras.layers.Dense(5, activation="tanh"), softmax()]
+        first = built(keras.layers.Dense(5, activation="tanh"), FEATURES)
+        self.parts = [first, built(softmax(), 5)]
         self.limit = limit or Limit()
-        for part, size in zip(self.parts, (FEATURES, 5), strict=True):
-            part.build((None, size))
         self.accumulators = [
             GradientAccumulator(
                 keras.optimizers.SGD(0.5), part.trainable_variables, steps
@@ -423,12 +423,6 @@ def test_all_is_as_if_the_size_had_been_known(samples, name, kwargs):
     assert limit.sizes.count(24) == limit.sizes.count(12) == 1
 
 
-def schedule(samples):
-    fit(
-        automatic(), *samples, callbacks=[accumodel.AccumStepsScheduler({0: 3})]
-    )
-
-
 def accumulate(samples):
     model = compiled(TwoAccumulators(3), "sgd", **AUTO)
     before = model.get_weights()
@@ -440,7 +434,9 @@ def accumulate(samples):
 
 DOORS = {
     "compile": lambda _: automatic(accum_steps=3),
-    "AccumStepsScheduler": schedule,
+    "AccumStepsScheduler": lambda samples: fit(
+        automatic(), *samples, callbacks=[accumodel.AccumStepsScheduler({0: 3})]
+    ),
     "GradientAccumulator": accumulate,
 }
 
@@ -456,9 +452,7 @@ def test_several_batches_for_one_update_are_refused(samples, name):
 @pytest.mark.weekly
 def test_they_are_refused_when_they_are_set_and_nothing_changes(samples):
     x, y = samples
-    reference = compiled(plain(keras.Model))
-    keras.utils.set_random_seed(0)
-    model = automatic()
+    reference, model = plain_and_automatic()
     model.train_on_batch(x[:24], y[:24])
     with pytest.raises(ValueError, match="accum_steps=2"):
         model.accum_steps = 2
@@ -476,13 +470,11 @@ def test_they_are_refused_when_they_are_set_and_nothing_changes(samples):
 
 
 def test_what_it_cannot_be_used_with():
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    with strategy.scope():
-        model = plain(AccumulatingModel)
-        with pytest.raises(ValueError, match="several workers"):
-            compiled(model, **AUTO)
+    scope = tf.distribute.MultiWorkerMirroredStrategy().scope()
+    with scope, pytest.raises(ValueError, match="several workers"):
+        automatic()
     with pytest.raises(TypeError, match="'AUTO'"):
-        compiled(plain(AccumulatingModel), micro_batch_size="AUTO")
+        automatic(micro_batch_size="AUTO")
 
 
 DEFAULT_REDUCTION = """

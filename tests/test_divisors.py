@@ -1,18 +1,24 @@
 """Losses that are divided by several numbers: each by its own, in one pass."""
 
+import functools
+
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from cases import DenseGradientEmbedding
 from helpers import (
+    Adds,
     check_exact,
     check_logs,
     compiled,
+    fit,
+    functional,
     mirrored,
-    through_python,
+    train,
     weekly,
 )
+from test_auto import Limit
 
 from accumodel import AccumulatingModel, InexactWarning
 
@@ -40,20 +46,6 @@ WEIGHTS = _rng.uniform(0, 2, (2, SAMPLES)).astype("float32")
 WEIGHTS[0, :5] = 0
 
 
-class Limit(layers.Layer):
-    """Runs out of memory with more than 5 samples."""
-
-    supports_masking = True
-
-    def call(self, x):
-        return through_python(self.allocate, x)
-
-    def allocate(self, x):
-        if len(x) > 5:
-            raise MemoryError
-        return x
-
-
 class Focal(losses.Loss):
     """Weighs what another loss computes."""
 
@@ -66,16 +58,6 @@ class Focal(losses.Loss):
         return (1 - keras.ops.exp(-loss)) ** 2 * loss
 
 
-class Adds(layers.Layer):
-    """Adds a mean over samples."""
-
-    supports_masking = True
-
-    def call(self, x):
-        self.add_loss(keras.ops.mean(x**2))
-        return x
-
-
 def model_of(*heads, limit=False, **kwargs):
     """Returns a function of a class to a model of two texts.
 
@@ -86,10 +68,8 @@ def model_of(*heads, limit=False, **kwargs):
     def make(base):
         inputs = [keras.Input((STEPS,), dtype="int32") for _ in X]
         embed = DenseGradientEmbedding(TOKENS, 4, mask_zero=True)
-        limits = [Limit()] if limit else []
-        texts = [embed(each) for each in inputs]
-        for layer in limits:
-            texts = [*map(layer, texts)]
+        around = Limit(most=5) if limit else layers.Identity()
+        texts = [around(embed(each)) for each in inputs]
         return base(
             inputs,
             [
@@ -101,7 +81,8 @@ def model_of(*heads, limit=False, **kwargs):
     def head(kind, x, name):
         if kind == "number":
             return layers.Dense(1, name=name)(keras.ops.mean(x, 1))
-        x = Adds()(x) if kind == "adds" else x
+        if kind == "adds":
+            x = Adds(lambda x: keras.ops.mean(x**2))(x)
         return layers.Dense(CLASSES, "softmax", name=name, **kwargs)(x)
 
     return make
@@ -162,27 +143,15 @@ WAYS = {
 }
 
 
-def train(name, base, **kwargs):
+def train_on(name, base, **kwargs):
     """Returns a trained model, with what it has logged."""
     heads, loss, y, weights = PROGRAMS[name]
     limit = kwargs.get("micro_batch_size") == "auto"
     make = model_of(*heads, limit=limit, **OWN.get(name, {}))
-    model = compiled(make(base), keras.optimizers.SGD(0.02), loss, **kwargs)
-    data = X, y, weights
-    model.history = model.fit(
-        *data[:2],
-        sample_weight=weights,
-        batch_size=BATCH,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-    ).history
+    how = BATCH, keras.optimizers.SGD(0.02), 2, weights
+    model = train(make(base), (X, y), *how, loss=loss, **kwargs)
     model.tested = model.evaluate(
-        *data[:2],
-        sample_weight=weights,
-        batch_size=SAMPLES,
-        return_dict=True,
-        verbose=0,
+        X, y, SAMPLES, sample_weight=weights, return_dict=True, verbose=0
     )
     return model
 
@@ -203,10 +172,8 @@ ROWS = [
 @pytest.mark.filterwarnings("ignore:Out of memory with up to")
 @pytest.mark.parametrize(("name", "way"), ROWS)
 def test_each_loss_has_its_own_divisor(name, way):
-    plain, model = check_exact(
-        lambda base, **kwargs: train(name, base, **kwargs), WAYS[way]
-    )
-    check_logs(model.history, plain.history)
+    plain, model = check_exact(functools.partial(train_on, name), WAYS[way])
+    check_logs(model.history.history, plain.history.history)
     check_logs(model.tested, plain.tested)
     said = {"eager": "exact for the first batch", "auto": ""}
     verdict = said.get(way, "exact for every batch: proved from the graph, ")
@@ -218,7 +185,7 @@ def test_each_loss_has_its_own_divisor(name, way):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_replicas_share_what_losses_are_divided_by(name, kwargs):
     check_exact(
-        lambda base, **kwargs: train(name, base, **kwargs),
+        functools.partial(train_on, name),
         kwargs | {"skip_nonfinite": True},
         strategy=mirrored(2),
     )
@@ -246,13 +213,12 @@ class OfAll(layers.Layer):
 def two_heads_of(layer):
     """Returns a function of a class to a model of a mask, and of a mean."""
 
-    def make(base):
-        inputs = keras.Input((STEPS,), dtype="int32")
+    def heads(inputs):
         x = layer(inputs)
         plain = layers.Dense(1)(keras.ops.mean(x, 1))
-        return base(inputs, [layers.Dense(CLASSES, "softmax")(x), plain])
+        return [layers.Dense(CLASSES, "softmax")(x), plain]
 
-    return make
+    return functional(lambda: keras.Input((STEPS,), dtype="int32"), heads)
 
 
 @pytest.mark.weekly
@@ -267,13 +233,7 @@ def test_a_mask_may_change_between_fits(run_eagerly):
         model.compile(sgd, [CROSS, "mse"], run_eagerly=run_eagerly, **kwargs)
         for embed.most in (4, 6):
             model.make_train_function(force=True)
-            model.fit(
-                X[1],
-                [CLASS[1], NUMBER],
-                batch_size=BATCH,
-                shuffle=False,
-                verbose=0,
-            )
+            fit(model, X[1], [CLASS[1], NUMBER], batch_size=BATCH)
         return model
 
     check_exact(run, {"micro_batch_size": 5})
@@ -281,14 +241,16 @@ def test_a_mask_may_change_between_fits(run_eagerly):
 
 def test_a_mask_may_be_one_for_all_samples():
     def run(base, **kwargs):
-        keras.utils.set_random_seed(0)
         embed = keras.Sequential([DenseGradientEmbedding(TOKENS, 4), OfAll()])
-        model = compiled(
-            two_heads_of(embed)(base), "sgd", [CROSS, "mse"], **kwargs
+        return train(
+            two_heads_of(embed)(base),
+            (X[1], [CLASS[1], NUMBER]),
+            BATCH,
+            "sgd",
+            1,
+            loss=[CROSS, "mse"],
+            **kwargs,
         )
-        y = [CLASS[1], NUMBER]
-        model.fit(X[1], y, batch_size=BATCH, shuffle=False, verbose=0)
-        return model
 
     check_exact(run, {"micro_batch_size": 5})
 
@@ -315,13 +277,14 @@ def test_what_has_no_divisor_of_data_is_told(text):
 
 
 def test_nothing_is_told_if_nothing_is_split():
-    model = compiled(
+    train(
         model_of(ONE, TWO)(AccumulatingModel),
-        "sgd",
-        [CROSS] * 2,
+        (X, [*CLASS]),
+        BATCH,
+        epochs=1,
+        loss=[CROSS] * 2,
         skip_nonfinite=True,
     )
-    model.fit(X, [*CLASS], batch_size=BATCH, verbose=0)
 
 
 def test_train_on_batch_takes_arrays_in_eager_steps():

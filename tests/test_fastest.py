@@ -21,7 +21,7 @@ from helpers import (
     updates,
     weekly,
 )
-from test_auto import LARGE, Limit, plain
+from test_auto import LARGE, Limit, plain, plain_and_automatic
 
 from accumodel import AccumulatingModel
 from accumodel._features import auto as fastest
@@ -255,12 +255,9 @@ def test_memory_that_runs_out_in_a_cycle_is_an_error():
     """It is run again in the first batch of a cycle, and in no other."""
     x, y = dense(128)
     x[32 * 3] = LARGE  # in the second batch of the second cycle
-    reference = compiled(plain(keras.Model))
+    limit = Limit(large=True)
+    reference, model = plain_and_automatic(limit, accum_steps=2, **FASTEST)
     reference.train_on_batch(x[:64], y[:64])
-    keras.utils.set_random_seed(0)
-    model = compiled(
-        plain(AccumulatingModel, Limit(large=True)), accum_steps=2, **FASTEST
-    )
     with pytest.raises(
         tf.errors.ResourceExhaustedError, match="in the middle of a cycle"
     ):
