@@ -3,7 +3,7 @@
 import keras
 import numpy as np
 import tensorflow as tf
-from helpers import compiled, distance, normal
+from helpers import Seeded, chain, compiled, distance, normal
 from keras import layers, ops
 
 LAYERS = {
@@ -79,19 +79,15 @@ class DropsWeights(layers.Dense):
         return ops.matmul(inputs, kernel) + self.bias
 
 
-class Draws(layers.Layer):
+class Draws(Seeded):
     """Calls a function of its inputs and of a seed."""
 
     def __init__(self, function):
         super().__init__()
         self.function = function
-        self.seed = keras.random.SeedGenerator(7)
 
     def call(self, inputs, training=None):
         return self.function(inputs, self.seed) if training else inputs
-
-    def compute_output_shape(self, shape):
-        return shape
 
 
 def drop_in_two_rows(x, seed):
@@ -161,10 +157,9 @@ def train(
 ):
     keras.utils.set_random_seed(seed)
     with (strategy or tf.distribute.get_strategy()).scope():
-        inputs = keras.Input((4, 5))
-        x = layer()(layers.Dense(5, activation="tanh")(inputs))
+        parts = layers.Dropout(0.2), layers.Dense(5)
         model = compiled(
-            base(inputs, layers.Dense(5)(layers.Dropout(0.2)(x))),
+            chain(base, (4, 5), layers.Dense(5, "tanh"), layer(), *parts),
             keras.optimizers.SGD(0.1),
             "mse",
             **{"jit_compile": False} | kwargs,

@@ -9,13 +9,13 @@ import pytest
 import tensorflow as tf
 from drawing import DropsWeights
 from helpers import (
+    built,
     chain,
     check_case,
     check_exact,
     compiled,
     datasets,
     distance,
-    fit,
     gradients_of,
     make_model,
     make_subclassed,
@@ -427,7 +427,7 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
 
 @pytest.mark.slow
 @pytest.mark.table
-@pytest.mark.parametrize("built", [weekly(True), False])
+@pytest.mark.parametrize("is_built", [weekly(True), False])
 @pytest.mark.parametrize(
     "kwargs",
     [
@@ -441,9 +441,9 @@ def test_an_accumulator_belongs_to_the_strategy_of_its_scope():
     ],
     ids=str,
 )
-def test_one_replica_is_as_no_strategy(kwargs, built):
+def test_one_replica_is_as_no_strategy(kwargs, is_built):
     """What `MirroredStrategy()` makes on a machine with one GPU, or none."""
-    make = cases.dense if built else make_subclassed
+    make = cases.dense if is_built else make_subclassed
     batches = cases.classes(32, np.random.default_rng(0))
     batches = tf.data.Dataset.from_tensor_slices(batches).batch(8)
     # If batches are fetched to the device in advance, TensorFlow 2.21 ends the
@@ -456,13 +456,8 @@ def test_one_replica_is_as_no_strategy(kwargs, built):
     for strategy, data in ((none, batches), (one, distributed)):
         keras.utils.set_random_seed(0)
         with strategy.scope():
-            model = compiled(
-                make(AccumulatingModel),
-                "adam",
-                "sparse_categorical_crossentropy",
-                **kwargs,
-            )
-        model.fit(data, shuffle=False, verbose=0)
+            model = make(AccumulatingModel)
+            train(model, [data], None, epochs=1, **kwargs)
         model.evaluate(data, verbose=0)
         models.append(model)
     assert distance(*models) < 1e-6
@@ -521,18 +516,15 @@ def test_replicas_that_normalize_together_weigh_as_one_device(kwargs, what):
         norm = keras.layers.BatchNormalization(synchronized=True)
         parts = keras.layers.Dense(5, "tanh"), norm, keras.layers.Dense(2)
         loss = keras.losses.MeanSquaredError("mean_with_sample_weight")
-        model = chain(base, (4,), *parts)
-        compiled(model, optimizers.SGD(0.1), loss, **kwargs)
-        fit(model, x, y, sample_weight=weights, batch_size=8, epochs=2)
-        return model
+        model, sgd = chain(base, (4,), *parts), optimizers.SGD(0.1)
+        return train(model, (x, y), 8, sgd, 2, weights, loss=loss, **kwargs)
 
     check_exact(run, kwargs, strategy=mirrored(2))
 
 
 def test_sums_are_on_the_devices_of_their_variables():
     with tf.device("CPU:1"):
-        layer = keras.layers.Dense(4)
-        layer.build((None, cases.FEATURES))
+        layer = built(keras.layers.Dense(4), cases.FEATURES)
     parts = layer, keras.layers.Dense(1)
     model = train(
         chain(AccumulatingModel, (cases.FEATURES,), *parts),
@@ -554,13 +546,14 @@ def test_replicas_know_which_axis_is_that_of_the_samples(verify):
     def run(base, **kwargs):
         with mirrored(2).scope():
             # A mask of as many rows as a replica gets samples.
-            model = compiled(
+            return train(
                 chain(base, (4,), DropsWeights()),
+                (x, x[:, :1]),
+                16 // kwargs.get("accum_steps", 1),
                 optimizers.SGD(0.1),
-                "mse",
+                1,
+                loss="mse",
                 **kwargs,
             )
-        fit(model, x, x[:, :1], batch_size=8 if kwargs else 16)
-        return model
 
     check_exact(run, {"accum_steps": 2, "verify": verify})

@@ -3,20 +3,22 @@
 import itertools
 import warnings
 
+import drawing
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 from helpers import (
     Adds,
-    Seeded,
     as_dataset,
     chain,
     compiled,
-    fit,
     mirrored,
+    normal,
     refused,
+    train,
     weekly,
+    with_loss,
 )
 from keras import layers, ops
 from test_verdict import contrast, root
@@ -28,9 +30,7 @@ FEATURES, OUTPUTS = 5, 3
 
 
 def make_data(samples=16):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(samples, FEATURES)).astype("float32")
-    return x, rng.normal(size=(samples, OUTPUTS)).astype("float32")
+    return normal((samples, FEATURES), (samples, OUTPUTS))
 
 
 def around(layer):
@@ -41,6 +41,10 @@ def around(layer):
         return chain(AccumulatingModel, (FEATURES,), *parts)
 
     return make
+
+
+def drawing_by(function):
+    return around(lambda: drawing.Draws(function))
 
 
 plain = around(lambda: layers.Activation("tanh"))
@@ -129,16 +133,12 @@ class Centre(keras.losses.Loss):
         return loss
 
 
-class Negatives(Linear):
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return contrast(y_pred @ ops.transpose(y))
+Negatives = with_loss(Linear, lambda y, p: contrast(p @ ops.transpose(y)))
 
 
-def of_means(x):
-    return ops.sum(ops.mean(x, 0) * ops.mean(x**2, 0))
-
-
-adds_of_means = around(lambda: Adds(of_means))
+adds_of_means = around(
+    lambda: Adds(lambda x: ops.sum(ops.mean(x, 0) * ops.mean(x**2, 0)))
+)
 
 
 STATE = "changes in the step of each micro-batch"
@@ -286,17 +286,9 @@ class Notes(layers.Layer):
         return inputs
 
 
-class Nothing(Linear):
-    def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-        return 0.0 * ops.sum(y_pred)
-
-
-class NoiseOfFeatures(Seeded):
+def noise_of_features(x, seed):
     """Draws as many numbers for all samples as there may be samples."""
-
-    def call(self, inputs):
-        shape = inputs.shape[1:]
-        return inputs * keras.random.normal(shape, 1.0, seed=self.seed)
+    return x * keras.random.normal(x.shape[1:], 1.0, seed=seed)
 
 
 def dropout():
@@ -316,8 +308,8 @@ EXACT = {
     "noise": (around(lambda: layers.GaussianNoise(0.5)), "mse"),
     "normalized": (around(layers.LayerNormalization), "mae"),
     "noted": (around(Notes), "mse"),
-    "a loss of nothing": (Nothing, None),
-    "shared numbers": (around(NoiseOfFeatures), "mse"),
+    "a loss of nothing": (with_loss(Linear, lambda y, p: 0 * ops.sum(p)), None),
+    "shared numbers": (drawing_by(noise_of_features), "mse"),
     "a counter": (around(Counts), "mse"),
 }
 
@@ -345,15 +337,8 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
     )
     words = np.random.default_rng(0).integers(1, 9, size=(16, 40))
     words[:, 10:] *= np.arange(16)[:, None] % 4 == 0
-    compiled(
-        model,
-        "sgd",
-        "mse",
-        micro_batch_size=4,
-        trim_padding=0,
-        run_eagerly=run_eagerly,
-    )
-    model.fit(words, make_data()[1], batch_size=16, verbose=0)
+    how = {"micro_batch_size": 4, "run_eagerly": run_eagerly, "loss": "mse"}
+    train(model, (words, make_data()[1]), epochs=1, trim_padding=0, **how)
     assert model.verdict.startswith("exact")
 
 
@@ -361,10 +346,10 @@ def test_padding_that_is_cut_off_is_silent(run_eagerly):
 def test_sparse_inputs_are_silent(way):
     inputs = keras.Input((FEATURES,), sparse=True)
     model = chain(AccumulatingModel, inputs, layers.Dense(OUTPUTS))
-    compiled(model, "sgd", "mse", **way)
     x, y = make_data()
     samples = tf.sparse.from_dense(x * (x > 0)), y
-    fit(model, tf.data.Dataset.from_tensor_slices(samples).batch(8))
+    batches = tf.data.Dataset.from_tensor_slices(samples).batch(8)
+    train(model, [batches], None, "sgd", 1, loss="mse", **way)
     assert model.verdict.startswith("exact")
 
 
@@ -412,16 +397,13 @@ class Unweighted(Linear):
         return logs
 
 
-class Routes(Seeded):
-    def call(self, inputs):
-        drawn = keras.random.categorical(inputs, 6, seed=self.seed)
-        return inputs * ops.cast(drawn, inputs.dtype)
+def routed(x, seed):
+    return x * ops.cast(keras.random.categorical(x, 6, seed=seed), x.dtype)
 
 
-class Latents(Seeded):
-    def call(self, inputs):
-        shape = 2, ops.shape(inputs)[0], 6
-        return inputs + keras.random.normal(shape, seed=self.seed)[0]
+def with_latents(x, seed):
+    shape = 2, ops.shape(x)[0], 6
+    return x + keras.random.normal(shape, seed=seed)[0]
 
 
 class Annealed(Linear):
@@ -473,8 +455,14 @@ UNSEEN = {
     "a closed gate": (around(Gated), SIZE, array, "mse", "gated"),
     "a slow state": (around(Slowly), SIZE, array, "mse", STATE),
     "read after the update": (Centred, SIZE, array, "mse", STATE),
-    "a draw": (around(Routes), SIZE, array, "mse", "draws in a loop"),
-    "by XLA": (around(Latents), SIZE | XLA, array, "mse", "draws in a loop"),
+    "a draw": (drawing_by(routed), SIZE, array, "mse", "draws in a loop"),
+    "by XLA": (
+        drawing_by(with_latents),
+        SIZE | XLA,
+        array,
+        "mse",
+        "draws in a loop",
+    ),
     "behind dropout": (
         around(lambda: keras.Sequential([dropout(), NextSample()])),
         SIZE,
@@ -563,10 +551,8 @@ def test_as_an_error_it_comes_before_a_weight_moves():
     x, y = make_data()
     model(x)
     model.compile("sgd", micro_batch_size=4)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", InexactWarning)
-        with refused(model, error=InexactWarning):
-            model.fit(x, y, batch_size=8, verbose=0)
+    with refused(model, error=InexactWarning):
+        model.fit(x, y, batch_size=8, verbose=0)
 
 
 def test_it_comes_once_for_each_compile_and_in_train_on_batch():
@@ -576,9 +562,7 @@ def test_it_comes_once_for_each_compile_and_in_train_on_batch():
         model.compile("sgd", "dice", micro_batch_size=4)
         with pytest.warns(InexactWarning, match="The first batch shows"):
             model.train_on_batch(x, y)
-        with warnings.catch_warnings():
-            warnings.simplefilter("error")
-            model.fit(x, y, batch_size=8, verbose=0)
+        model.fit(x, y, batch_size=8, verbose=0)  # a warning is an error
 
 
 @pytest.mark.weekly

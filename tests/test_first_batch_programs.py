@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     Batches,
+    CountTraces,
     as_dataset,
     chain,
     compiled,
@@ -64,14 +65,9 @@ from accumodel._features.first_batch import batches, messages, observer, runs
 # -- nothing is left behind ----------------------------------------------------
 
 
-class CountsInPython(layers.Layer):
-    def __init__(self):
-        super().__init__()
-        self.calls = 0
-
+class CountsInPython(CountTraces):
     def call(self, inputs):
-        self.calls += 1
-        return inputs * (1 + 0.1 * self.calls)
+        return super().call(inputs) * (1 + 0.1 * self.traces)
 
 
 def calls_python():
@@ -239,13 +235,13 @@ def test_an_interrupted_check_leaves_nothing_behind(monkeypatch):
 
     model = compiled(moving(), "sgd", "mse", micro_batch_size=3)
     before = [*map(np.array, model.variables)]
-    calls, threads = model.layers[-2].calls, threading.active_count()
+    traces, threads = model.layers[-2].traces, threading.active_count()
     monkeypatch.setattr(runs, "_change", interrupt)
     with pytest.warns(InexactWarning), pytest.raises(KeyboardInterrupt):
         model.fit(*make_data(), batch_size=8, verbose=0)
     assert distance(model.variables, before) == 0
     # Which Python counts in the trace of the training.
-    assert model.layers[-2].calls == calls + 1
+    assert model.layers[-2].traces == traces + 1
     assert threading.active_count() == threads
 
 
@@ -432,10 +428,6 @@ def test_it_says_why_there_is_none(text, caplog):
 X, Y = make_data(8)
 
 
-def nothing(x, y):
-    return array(np.nan * x, y)
-
-
 class Inserts(keras.losses.Loss):
     """Changes a table, which cannot be put back."""
 
@@ -455,7 +447,11 @@ def flooding(y, p):
 
 
 UNSEEN = {
-    "gradients that are not finite": (SIZE, nothing, root),
+    "gradients that are not finite": (
+        SIZE,
+        lambda x, y: array(np.nan * x, y),
+        root,
+    ),
     "a table": (STEPS, array, Inserts),
     "auto": (AUTO, array, flooding),
 }
