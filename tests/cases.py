@@ -12,12 +12,15 @@ import numpy as np
 import tensorflow as tf
 from helpers import (
     Adds,
+    built,
     chain,
-    fit,
     functional,
     gradients_of,
     make_functional,
+    normal,
     softmax,
+    subclassed,
+    with_loss,
 )
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -173,11 +176,10 @@ def two_outputs(inputs):
     return {"kind": softmax(name="kind")(x), "size": size(x)}
 
 
-def two_masked_outputs(model_class):
-    inputs = ids()
+@functools.partial(functional, ids)
+def two_masked_outputs(inputs):
     x = keras.layers.Embedding(TOKENS, 4, mask_zero=True)(inputs)
-    heads = [softmax(name=name)(x) for name in ("kind", "again")]
-    return model_class(inputs, heads)
+    return [softmax(name=name)(x) for name in ("kind", "again")]
 
 
 def two_input_model(model_class):
@@ -193,19 +195,14 @@ def with_frozen_layer(model_class):
 
 
 def with_unused_variable(model_class):
-    class Unused(model_class):
-        def __init__(self):
-            super().__init__()
-            self.head = softmax()
+    def build(self, input_shape):
+        self.head.build(input_shape)
+        self.unused = self.add_weight(shape=(2,), name="unused")
 
-        def build(self, input_shape):
-            self.head.build(input_shape)
-            self.unused = self.add_weight(shape=(2,), name="unused")
-
-        def call(self, inputs):
-            return self.head(inputs)
-
-    return Unused()
+    make = subclassed(
+        lambda self, x: self.head(x), {"head": softmax}, build=build
+    )
+    return make(model_class)
 
 
 def with_several_dtypes(model_class):
@@ -241,13 +238,11 @@ def masked_and_not(inputs):
 
 
 def with_own_compute_loss(model_class):
-    class Own(model_class):
-        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-            return keras.ops.mean(
-                keras.losses.sparse_categorical_crossentropy(y, y_pred)
-            )
-
-    return chain(Own, (FEATURES,), softmax())
+    cross_entropy = keras.losses.sparse_categorical_crossentropy
+    own = with_loss(
+        model_class, lambda y, p: keras.ops.mean(cross_entropy(y, p))
+    )
+    return chain(own, (FEATURES,), softmax())
 
 
 def with_own_weight(model_class):
@@ -406,12 +401,16 @@ OPTIMIZERS = {
     "Lamb": lambda **kw: keras.optimizers.Lamb(0.01, **kw),
 }
 # Newer than the oldest Keras that is admitted.
-if hasattr(keras.optimizers, "Muon"):
-    OPTIMIZERS["Muon"] = lambda: keras.optimizers.Muon(0.01)
-if free := getattr(keras.optimizers, "ScheduleFreeAdamW", None):
-    OPTIMIZERS["ScheduleFreeAdamW"] = lambda: free(0.01)
-if several := getattr(keras.optimizers, "MultiOptimizer", None):
-    OPTIMIZERS["MultiOptimizer"] = lambda: several(_optimizer_map())
+NEW_OPTIMIZERS = {
+    "Muon": lambda: keras.optimizers.Muon(0.01),
+    "ScheduleFreeAdamW": lambda: keras.optimizers.ScheduleFreeAdamW(0.01),
+    "MultiOptimizer": lambda: keras.optimizers.MultiOptimizer(_optimizer_map()),
+}
+OPTIMIZERS |= {
+    name: make
+    for name, make in NEW_OPTIMIZERS.items()
+    if hasattr(keras.optimizers, name)
+}
 
 
 def _optimizer_map():
@@ -434,27 +433,9 @@ WAYS = {
 
 
 def sequences(outputs=1):
-    rng = np.random.default_rng(0)
-    x = rng.normal(size=(16, 5, 4)).astype("float32")
+    x, y = normal((16, 5, 4), (outputs, 16, 2))
     x[::3, 3:] = 0  # masked
-    y = rng.normal(size=(outputs, 16, 2)).astype("float32")
     return x, (list(y) if outputs > 1 else y[0])
-
-
-def train_on_sequences(
-    make, base, batch_size=8, outputs=1, callbacks=(), **kwargs
-):
-    keras.utils.set_random_seed(0)
-    model = make(base)
-    kwargs = {"loss": "mse", "jit_compile": False} | kwargs
-    model.compile(keras.optimizers.SGD(0.1), **kwargs)
-    return model, fit(
-        model,
-        *sequences(outputs),
-        batch_size=batch_size,
-        epochs=2,
-        callbacks=[*callbacks],
-    ).history
 
 
 def flat(base, *layers, **kwargs):
@@ -472,9 +453,9 @@ class Players(AccumulatingModel):
 
     def __init__(self, hold=list, *accum_steps):
         super().__init__()
-        self.players = [keras.layers.Dense(1) for _ in range(2)]
-        for layer in self.players:
-            layer.build((None, FEATURES))
+        self.players = [
+            built(keras.layers.Dense(1), FEATURES) for _ in range(2)
+        ]
         self.built = True
         self.turn = tf.Variable(0, trainable=False)
         accumulators = [

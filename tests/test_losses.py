@@ -16,17 +16,19 @@ from helpers import (
     chain,
     check_exact,
     check_logs,
+    check_train_both,
     compiled,
     distance,
     fit,
+    functional,
     normal,
     sgd,
     subclassed,
     train,
-    train_both,
     train_each,
     two_heads,
     weekly,
+    with_loss,
 )
 from keras.src.losses.loss import reduce_weighted_values
 
@@ -46,14 +48,9 @@ def data():
 def linear(base, loss, sample_weight=None, batch_size=SAMPLES, **kwargs):
     """Returns a model after one update."""
     keras.utils.set_random_seed(0)
-    model = compiled(
-        chain(base, (3,), keras.layers.Dense(1)),
-        keras.optimizers.SGD(0.1),
-        loss,
-        **kwargs,
-    )
-    fit(model, *data(), sample_weight=sample_weight, batch_size=batch_size)
-    return model
+    model = chain(base, (3,), keras.layers.Dense(1))
+    how = batch_size, keras.optimizers.SGD(0.1), 1, sample_weight
+    return train(model, data(), *how, loss=loss, **kwargs)
 
 
 def check_linear(loss, way, weights=None, bases=None):
@@ -86,6 +83,13 @@ def by_samples(y, p):
     return SQUARES(y, p) / keras.ops.cast(keras.ops.shape(y)[0], "float32")
 
 
+def train_on_sequences(base, **kwargs):
+    kwargs = {"loss": "mse", "jit_compile": False} | kwargs
+    size = 8 // kwargs.get("accum_steps", 1)
+    sgd = keras.optimizers.SGD(0.1)
+    return train(cases.flat(base), cases.sequences(), size, sgd, 2, **kwargs)
+
+
 # Of sums that are one number, the first batch tells: see `test_first_batch.py`.
 MEANS = {
     # By the number of samples a sum is a mean, which no reduction shows.
@@ -109,14 +113,8 @@ MEANS = {
 @pytest.mark.table
 @pytest.mark.parametrize("loss", MEANS.values(), ids=MEANS)
 def test_a_compiled_loss_that_is_a_mean_or_a_sum_is_exact(loss):
-    models = [
-        cases.train_on_sequences(
-            cases.flat, AccumulatingModel, batch_size, loss=loss, **kwargs
-        )[0]
-        for batch_size, kwargs in (cases.WAYS["steps"], cases.WAYS["int"])
-    ]
-    reference, _ = cases.train_on_sequences(cases.flat, keras.Model, loss=loss)
-    assert max(distance(model, reference) for model in models) < 1e-6
+    run = functools.partial(train_on_sequences, loss=loss)
+    check_exact(run, {"accum_steps": 2}, {"micro_batch_size": 3})
 
 
 class SaysThatItSums(AccumulatingModel):
@@ -128,15 +126,13 @@ def summed(y, p):
     return 0.01 * keras.ops.sum((y - p) ** 2)
 
 
-@pytest.mark.parametrize("is_custom", [False, True])
-def test_a_sum_that_is_one_number_is_exact_if_it_is_said(is_custom):
+@pytest.mark.parametrize(
+    ("base", "loss"),
+    [(SaysThatItSums, summed), (with_loss(SaysThatItSums, summed), None)],
+    ids=["compiled", "custom"],
+)
+def test_a_sum_that_is_one_number_is_exact_if_it_is_said(base, loss):
     """As the check on the first batch advises."""
-
-    class Custom(SaysThatItSums):
-        def compute_loss(self, x, y, y_pred, sample_weight=None, training=True):
-            return summed(y, y_pred)
-
-    base, loss = (Custom, None) if is_custom else (SaysThatItSums, summed)
     check_linear(loss, "split", bases=(base, base))
 
 
@@ -249,7 +245,7 @@ def test_graphs_count_by_their_targets(loss):
     check_exact(run, {"accum_steps": 4})
 
 
-class WithTable(AccumulatingModel):
+class LooksUp(AccumulatingModel):
     """All samples share a table, which comes first in the order of keys."""
 
     def __init__(self):
@@ -259,8 +255,6 @@ class WithTable(AccumulatingModel):
     def call(self, x):
         return self.head(tf.gather(x["all"], x["id"]))
 
-
-class LooksUp(WithTable):
     def slice_data(self, data, begin, end):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         ids, y = super().slice_data((x["id"], y), begin, end)
@@ -349,34 +343,27 @@ def test_an_accumulator_leaves_out_what_weighs_nothing(skip_nonfinite, place):
 @pytest.mark.table
 @pytest.mark.parametrize("way", ["int", "steps", "both", "cache"])
 def test_a_custom_compute_loss_of_one_loss_per_sample_is_a_sum(way):
-    def make(base):
-        class PerSample(base):
-            def compute_loss(self, x, y, y_pred, sample_weight, training=True):
-                return 0.1 * keras.losses.mean_squared_error(y, y_pred)
+    def squares(y, p):
+        return 0.1 * keras.losses.mean_squared_error(y, p)
 
-        return cases.flat(PerSample)
+    def run(base, **kwargs):
+        return train_on_sequences(with_loss(base, squares), **kwargs)
 
-    train = cases.train_on_sequences
-    reference, expected = train(make, keras.Model)
-    batch_size, kwargs = cases.WAYS[way]
-    model, logs = train(make, AccumulatingModel, batch_size, **kwargs)
-    assert distance(model, reference) < 1e-6
-    assert logs["loss"] == pytest.approx(expected["loss"], rel=1e-5)
+    _, kwargs = cases.WAYS[way]
+    plain, model = check_exact(run, kwargs)
+    check_logs(model.history.history, plain.history.history)
 
 
 def test_all_losses_none_next_to_add_loss():
-    def make(model_class):
-        inputs = keras.Input((cases.FEATURES,))
+    @functools.partial(functional, (cases.FEATURES,))
+    def make(inputs):
         hidden = cases.adds_loss()(keras.layers.Dense(3)(inputs))
-        heads = [keras.layers.Dense(3)(hidden) for _ in range(2)]
-        return model_class(inputs, heads)
+        return [keras.layers.Dense(3)(hidden) for _ in range(2)]
 
     x, y = cases.features(), np.zeros((24, 3))
-
     losses = sgd([None, None])
     with pytest.warns(UserWarning, match="Gradients do not exist"):
-        models = train_both(make, (x, (y, y)), losses, big=8, steps=2)
-    assert distance(*models) < 1e-6
+        check_train_both(make, (x, (y, y)), losses, big=8, steps=2)
 
 
 @pytest.mark.parametrize(
@@ -401,8 +388,7 @@ def test_one_array_of_sample_weights_for_several_outputs_is_exact(weigh):
         for _ in range(2)
     ]
     make = functools.partial(two_heads, units=2)
-    models = train_both(make, train, sgd(losses), big=8, steps=2)
-    assert distance(*models) < 1e-6
+    check_train_both(make, train, sgd(losses), big=8, steps=2)
 
 
 class ReducesItself(keras.losses.MeanSquaredError):
@@ -432,12 +418,8 @@ def test_a_users_loss_is_left_as_it_is(accum_steps):
     call = loss.call
     loss.call = lambda y_true, y_pred: 3.0 * call(y_true, y_pred)
     before = dict(vars(loss))
-    x, y = cases.features(), np.zeros((24, cases.CLASSES))
-
-    models = train_both(
-        cases.linear, (x, y), sgd(loss), big=8, steps=accum_steps
-    )
-    assert distance(*models) < 1e-6
+    data = cases.features(), np.zeros((24, cases.CLASSES))
+    check_train_both(cases.linear, data, sgd(loss), big=8, steps=accum_steps)
     assert vars(loss) == before
 
 
@@ -474,4 +456,4 @@ def test_a_loss_that_a_layer_calls_is_not_a_compiled_one():
         return chain(model_class, (cases.FEATURES,), *layers)
 
     data = cases.features(), cases.features()[:, :2]
-    assert distance(*train_both(make, data, sgd(), big=8, steps=2)) < 1e-6
+    check_train_both(make, data, sgd(), big=8, steps=2)
