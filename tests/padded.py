@@ -74,8 +74,9 @@ unmasked_tagger = of(lambda x: layers.Dense(3)(plain_embedded(x)))
 
 
 def cross_entropy(**kwargs):
-    loss = keras.losses.SparseCategoricalCrossentropy
-    return loss(from_logits=True, **kwargs)
+    return keras.losses.SparseCategoricalCrossentropy(
+        from_logits=True, **kwargs
+    )
 
 
 TRIM = {"micro_batch_size": 5, "trim_padding": 0}
