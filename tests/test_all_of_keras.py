@@ -9,6 +9,7 @@ exact, and what is exact in none: docs/limits.md names these. And last which
 real models are proved, and why the others are not.
 """
 
+import functools
 import inspect
 import sys
 import warnings
@@ -18,7 +19,17 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from helpers import compiled, distance, fit, hub_backbone, set_precision
+from helpers import (
+    chain,
+    check_exact,
+    compiled,
+    distance,
+    fit,
+    hub_backbone,
+    set_precision,
+    train,
+    with_loss,
+)
 from keras import layers, ops
 from proving import proof_of
 
@@ -184,30 +195,26 @@ OPS = {
 def train_on_op(name, base, **kwargs):
     """Trains a model whose loss is a mean of what a function returns."""
 
-    class Model(base):
-        def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
-            return ops.mean(ops.square(OPS[name](y_pred, y)))
+    model_class = with_loss(
+        base, lambda y, p: ops.mean(ops.square(OPS[name](p, y)))
+    )
 
     rng = np.random.default_rng(0)
     x, y = rng.normal(size=(24, 5)), rng.integers(6, size=(24, 1))
     data = tf.data.Dataset.from_tensor_slices((x.astype("float32"), y))
-    inputs = keras.Input((5,))
-    model = Model(inputs, layers.Dense(6)(inputs))
-    model.compile(keras.optimizers.SGD(0.01), jit_compile=False, **kwargs)
-    size = 12 // kwargs.get("accum_steps", 1)
-    model.fit(data.batch(size), epochs=2, shuffle=False, verbose=0)
-    return model
+    model = chain(model_class, (5,), layers.Dense(6))
+    batches = data.batch(12 // kwargs.get("accum_steps", 1))
+    kwargs |= {"loss": None, "jit_compile": False}
+    sgd = keras.optimizers.SGD(0.01)
+    return train(model, [batches], None, sgd, 2, **kwargs)
 
 
 @pytest.mark.table
 @pytest.mark.parametrize("way", [{"micro_batch_size": 3}, {"accum_steps": 4}])
 @pytest.mark.parametrize("name", OPS)
 def test_functions_of_samples_are_no_false_alarm(name, way):
-    keras.utils.set_random_seed(0)
-    plain = train_on_op(name, keras.Model)
-    keras.utils.set_random_seed(0)
-    model = train_on_op(name, AccumulatingModel, **way)  # a warning is an error
-    assert distance(model, plain) < 1e-6
+    run = functools.partial(train_on_op, name)
+    _, model = check_exact(run, way)  # a warning is an error
     assert model.verdict.startswith("exact")
 
 

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 from helpers import (
     as_dataset,
+    built,
     chain,
     compiled,
     distance,
@@ -239,17 +240,17 @@ def test_an_interval_holds_the_truth_in_nine_of_ten_runs():
 @pytest.mark.weekly
 def test_it_changes_no_weight_and_gives_advice(capsys):
     x, y = population(3200)
-    models, callback = [], noise_scale.NoiseScale()
-    for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel):
-        models.append(linear(base, 0.001, accum_steps=4))
-        callbacks = [] if models[1:] else [callback]
-        history = fit(
-            models[-1], x, y, batch_size=8, callbacks=callbacks
-        ).history
-        if callbacks:
-            value = history["noise_scale"][0]
-            assert history["noise_scale_low"][0] < value
-            assert history["noise_scale_high"][0] > value
+    models = [
+        linear(base, 0.001, accum_steps=4)
+        for base in (noise_scale.NoiseScaleModel, accumodel.AccumulatingModel)
+    ]
+    callback = noise_scale.NoiseScale()
+    for model, callbacks in zip(models, ([callback], []), strict=True):
+        fit(model, x, y, batch_size=8, callbacks=callbacks)
+    history = models[0].history.history
+    value = history["noise_scale"][0]
+    assert history["noise_scale_low"][0] < value
+    assert history["noise_scale_high"][0] > value
     assert distance(*models) == 0
     callback.advise()
     printed = capsys.readouterr().out
@@ -318,8 +319,7 @@ def train_head(
     words = layers.ReversibleEmbedding(50, 8, mask_zero=mask)
     hidden = layers.Dropout(dropout)(words(inputs))
     hidden = layers.Dense(8, "tanh")(hidden)
-    head = layers.Dense(50, kernel_regularizer="l2")
-    head.build(hidden.shape)
+    head = built(layers.Dense(50, kernel_regularizer="l2"), 7, 8)
     keras.config.set_dtype_policy("float32")
     if is_chunked:
         model = chunked_head.ChunkedHeadModel(
