@@ -9,6 +9,7 @@ import tensorflow as tf
 from cases import DenseGradientEmbedding
 from helpers import (
     Adds,
+    chain,
     check_exact,
     check_logs,
     compiled,
@@ -178,6 +179,31 @@ def test_each_loss_has_its_own_divisor(name, way):
     said = {"eager": "exact for the first batch", "auto": ""}
     verdict = said.get(way, "exact for every batch: proved from the graph, ")
     assert (model.verdict or "").startswith(verdict)
+
+
+@pytest.mark.verified
+def test_they_are_looked_for_in_one_trace():
+    """A layer of a user may add a loss, which a mask does not divide."""
+
+    class Counts(layers.Layer):
+        supports_masking = True
+        traces = 0  # of the class: what is traced apart leaves no attribute
+
+        def call(self, inputs):
+            Counts.traces += 1
+            return inputs
+
+    def count(**kwargs):
+        embed = layers.Embedding(TOKENS, 4, **kwargs)
+        pool = layers.GlobalAveragePooling1D()
+        model = chain(AccumulatingModel, (STEPS,), embed, Counts(), pool)
+        compiled(model, "sgd", "mse", micro_batch_size=5)
+        dataset = tf.data.Dataset.from_tensor_slices((X[0], NUMBER))
+        Counts.traces = 0
+        fit(model, dataset.batch(BATCH, drop_remainder=True))
+        return Counts.traces
+
+    assert count(mask_zero=True) == count() + 1
 
 
 @pytest.mark.table

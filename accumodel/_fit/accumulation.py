@@ -99,6 +99,9 @@ class Training:
     is_rehearsed: bool = False  # whether its step was
     logged: typing.Any = None  # see `LossLogs`
     batch_size: typing.Any = None  # of `fit`, if it is known
+    # Functions that find what divides the losses of a fed batch, by its specs,
+    # while a function is called: a rehearsal and the step share them.
+    divisors: dict = dataclasses.field(default_factory=dict)
 
 
 class Accumulation:

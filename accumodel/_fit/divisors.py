@@ -33,9 +33,11 @@ def of_batch(plan, data):
     """
     if not _may_have_several(plan, data):
         return None
-    data = as_tensors(data)
-    # In each trace, and for each batch of eager code: masks may have changed.
-    function = replicas.in_new_thread(_find, plan, data)
+    data, known = as_tensors(data), plan.accumulation.training.divisors
+    key = str(rehearsal.specs_of(data))
+    if key not in known:
+        replicas.in_new_thread(_find, plan, data, key)
+    function = known.get(key)
     if function is None:
         return None
     own = function(*tensors_in(rehearsal.leaves_of(data)))
@@ -45,20 +47,23 @@ def of_batch(plan, data):
     return weights.Divisors(samples, dict(zip(own, sums, strict=True)))
 
 
-def _find(plan, data):
-    """Returns a function of a batch to what divides its losses, or `None`."""
+def _find(plan, data, key):
+    """Makes a function of a batch to what divides its losses, if it can."""
+    training = plan.accumulation.training
 
     def divide(*leaves):
         batch = rehearsal.packed(data, leaves)
         with one_step(plan, batch):
             x, y, sample_weight = keras.utils.unpack_x_y_sample_weight(batch)
             forward_backward.forward(plan.model, True, x, y, sample_weight)
-            return plan.accumulation.training.loss_weights.of_losses(batch)
+            return training.loss_weights.of_losses(batch)
 
-    specs = rehearsal.specs_of(data)
-    function = rehearsal.rehearse(plan.model, divide, *specs).function
-    is_one = function is None or not function.structured_outputs
-    return None if is_one else graphs.lifted(function)
+    found = rehearsal.rehearse(plan.model, divide, *rehearsal.specs_of(data))
+    if found.error is None:
+        has_several = bool(found.function.structured_outputs)
+        training.divisors[key] = (
+            graphs.lifted(found.function) if has_several else None
+        )
 
 
 def _may_have_several(plan, data):

@@ -182,6 +182,7 @@ def _prepared(accumulation, function, trains):
 
     def run_prepared(batches):
         nonlocal is_ready
+        accumulation.training.divisors.clear()  # masks may have changed
         if trains:
             accumulation.accumulators.is_live = True
             if not isinstance(batches, replicas.ITERATORS):
