@@ -197,6 +197,9 @@ BENT = {
     "centered losses, or nothing": lambda b: mean(
         tf.where(b.y[:, 0, 0] > 0.5, errors(b) - mean(errors(b)), 0.0)
     ),
+    "a ratio of sums, as in Dice": lambda b: (
+        1 - 2 * total(b.y * b.p) / (total(b.y) + total(b.p) + 1e-7)
+    ),
     # Those of a first version.
     "M1": weighed(trained),
     "M1: rows of a table": weighed(looked_up),

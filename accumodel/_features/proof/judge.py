@@ -43,6 +43,7 @@ from accumodel._features.proof.types import (
     put,
     require,
     require_known,
+    require_scaled,
     sizes_alike,
     union,
     unknown,
@@ -229,6 +230,7 @@ def _judge_all(weight, *gradients):
 def _judge(weight, loss, is_gradient=False):
     """Returns what a loss is, if its weight is what it was divided by."""
     loss = _summed(loss)  # its gradient is that of the sum
+    require_scaled(loss)
     is_sum = loss.base == "S"
     if weight is None:
         what = f"{loss.words}, taken for a sum over samples"

@@ -68,6 +68,9 @@ COUNTS = 3  # they are 0, or 1 or more
 TRUTHS = 4  # they are 0 or 1
 ZERO = 5  # they are 0
 
+# See `Entries.stays`.
+UNSCALED = 3
+
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
 
@@ -192,7 +195,8 @@ class Entries(typing.NamedTuple):
     # the type is right only if no weights in the data are negative.
     breaks: tuple = ()
     # Of a sum whose divisor is 0: 0 if it is 0, 1 if it may be something else,
-    # since what samples share was added, and 2 if so may its gradient.
+    # since what samples share was added, and 2 if so may its gradient. If that
+    # was added once, and not for each sample, as in a ratio, it is `UNSCALED`.
     stays: int = 0
 
 
@@ -487,20 +491,30 @@ def added(vals):
         is_right = {v.m for v in vals if v.base == "R"} == {()}
         is_right &= sums == {(("n", -1),)} and not any(v.dims for v in means)
         require(is_right, MIXED, inexact=True)
+        require_scaled(*means)
         rows = broadcast([v for v in [*vals, *zeros] if v.base != "S"])
         return rows.with_rows(mixed=True, uniform=False)
     what = "means over unlike numbers of things"
     require(len(sums) == 1, what, is_of_n, CACHE)
     (m,) = sums
+    stays = max([0, *(1 + v.grad for v in vals if v.base == "C")])
     for v in vals:
         rest = power(v.m, m, -1)
         is_sum = v.base == "S" or (len(rest) == 1 and rest[0][1] == 1)
+        if not (is_sum or v.grad) and any(each.grad for each in means):
+            stays = UNSCALED
+            continue
         # What is not trained may divide, such as a sum and 1e-7.
         advice = "" if any(v.grad for v in vals) else WEIGHT
         what = "a sum over samples, and what samples share"
         require(is_sum, what, False, advice)
-    stays = max([0, *(1 + v.grad for v in vals if v.base == "C")])
     return broadcast([*vals, *zeros]).but(m=m).with_entries(stays=stays)
+
+
+def require_scaled(*vals):
+    """Requires that what samples share was added once for each of them."""
+    is_scaled = all(v.entries.stays < UNSCALED for v in vals)
+    require(is_scaled, "a sum over samples, and what samples share")
 
 
 def sizes(held, dims):
