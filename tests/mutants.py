@@ -83,6 +83,8 @@ weights that cancel divide
 pairs are taken apart
     checks: call _match => ([each for each, _ in gradients], named)
 # test_divisors.py
+what divides losses is looked for in each rehearsal
+    of_batch: if key known => True
 one weight is taken for all losses
     _may_have_several: return adds => False
 each replica has its own divisors
@@ -242,7 +244,11 @@ at most as many as n are no limit
 a dtype holds the numbers of another one of as many bytes
     holds: return is_more => is_more and dtype.size >= other.size
 what is chosen is chosen for all samples
-    selected: set is_one => True
+    selected: set has_mean => any(v.is_mixed for v in vals)
+what has a mean is chosen for all samples
+    selected: set has_mean => both.base == "S"
+a sum is one, whatever was added to it once
+    require_scaled: set is_scaled => True
 weights may cancel without a word
     _judged: return Proof => Proof("exact", what)
 a mean by what is not n is compared if n is its weight
