@@ -245,7 +245,7 @@ def test_graphs_count_by_their_targets(loss):
     check_exact(run, {"accum_steps": 4})
 
 
-class LooksUp(AccumulatingModel):
+class WithTable(AccumulatingModel):
     """All samples share a table, which comes first in the order of keys."""
 
     def __init__(self):
@@ -255,6 +255,8 @@ class LooksUp(AccumulatingModel):
     def call(self, x):
         return self.head(tf.gather(x["all"], x["id"]))
 
+
+class LooksUp(WithTable):
     def slice_data(self, data, begin, end):
         x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
         ids, y = super().slice_data((x["id"], y), begin, end)
