@@ -247,6 +247,14 @@ what is chosen is chosen for all samples
     selected: set has_mean => any(v.is_mixed for v in vals)
 what has a mean is chosen for all samples
     selected: set has_mean => both.base == "S"
+a guard of what may be negative is one of a mask
+    compared: set is_asked => True
+what is divided by what may be 0 is alike
+    divided: set by inputs => None
+a sum that may be 0 never is
+    _judge: set never_0 => stays or not may_be_0((*loss.m, *weight.m))
+a maximum has the gradient of what it is
+    entries_of: set is_any Maximum => op.type == "Maximum"
 a sum is one, whatever was added to it once
     require_scaled: set is_scaled => True
 weights may cancel without a word

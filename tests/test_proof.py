@@ -233,6 +233,10 @@ BENT = {
     "a sum as a mean": lambda b: total(errors(b)),
     "a mean as a sum": Program(lambda b: mean(errors(b)), lambda b: None),
     "the root of a mean": lambda b: tf.sqrt(mean(errors(b))),
+    # Of numbers that are 0, a maximum with 0 has a gradient, and this has none.
+    "a mean of what is at least 0, at least 0": lambda b: tf.abs(
+        mean(tf.maximum(b.p, 0.0))
+    ),
     "flooding": lambda b: tf.abs(mean(errors(b)) - 0.1) + 0.1,
     "the hardest ten": lambda b: mean(
         tf.math.top_k(errors(b), tf.minimum(tf.shape(b.y)[0], 10)).values
@@ -322,6 +326,25 @@ UNKNOWN = {
             *(tf.fill([tf.shape(b.p)[0]], TIME),) * 2,
             logits_time_major=False,
         )
+    ),
+    "a mean over a mask, or a sum": Program(
+        lambda b: (
+            total(masks(b) * b.p**2)
+            / tf.where(-1.0 * total(masks(b)) > 0, total(masks(b)), 1.0)
+        ),
+        lambda b: total(masks(b)),
+    ),
+    "a mean over a mask, by one that is divided by what may be 0": Program(
+        lambda b: over(b, masks(b)),
+        lambda b: total(ratio(masks(b), tf.stop_gradient(b.kernel[0, 0]))),
+    ),
+    "a mean over a mask, by one that is divided by what is 0": Program(
+        lambda b: over(b, masks(b)),
+        lambda b: total(masks(b) / tf.stop_gradient(b.kernel[0, 0])),
+    ),
+    "what is shared, by samples that are not in a mask": Program(
+        lambda b: total(b.kernel**2),
+        lambda b: count(b.y) - total(masks(b)[:, 0, 0]),
     ),
     # Those of a first version.
     "M3": Program(
@@ -648,6 +671,9 @@ def in_while(b):
 RIGHT = {
     "a mean": lambda b: mean(errors(b)),
     "not less than 0": lambda b: tf.abs(mean(errors(b))),
+    "what is at least 0, at least 0": lambda b: tf.abs(
+        mean(tf.maximum(0.0, b.p))
+    ),
     "a sum": Program(lambda b: total(errors(b)), lambda b: None),
     "one loss for each": errors,
     "one loss for each, and means": lambda b: (

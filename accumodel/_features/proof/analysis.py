@@ -19,6 +19,7 @@ from accumodel._features.proof.rules import (
 )
 from accumodel._features.proof.types import (
     MAY_BE_0,
+    NEVER_0,
     ONE,
     ZERO,
     Entries,
@@ -213,7 +214,7 @@ class Analysis:
         """Returns the type of what accumodel has named, or `None`."""
         if op.type == "SelectV2" and NONZERO in op.name:
             # In a micro-batch of nothing, nothing is added.
-            return vals[2].with_entries(stays=1)
+            return vals[2].with_entries(stays=NEVER_0)
         if MOMENTS in op.name or OF_ALL in op.name:
             return Type("C", self.dims(op.outputs[0]))
         axis = rows_axis(op.name)

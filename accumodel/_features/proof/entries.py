@@ -60,8 +60,11 @@ def entries_of(op, x, v, vals):
     counts = of.counts if of.counts == ZERO else min(of.counts, at_most)
     if at_most < ZERO and x.dtype.is_integer and x.dtype.size < 4:
         counts = 0  # a byte begins anew
-    is_any = op.type == "Maximum" and any(
-        each.entries.counts > IF_DATA for each in vals
+    # If both are equal, the gradient is that of the first: with 0, it is one of
+    # something else that is not negative only here.
+    is_any = op.type == "Maximum" and (
+        vals[0].entries.counts > IF_DATA
+        or (vals[1].entries.counts > IF_DATA and not vals[0].grad)
     )
     counts = max(known.counts, counts)
     if op.type in _POSITIVE or is_any:

@@ -24,9 +24,12 @@ import tensorflow as tf
 
 from accumodel._features.proof.analysis import Analysis, key_of
 from accumodel._features.proof.types import (
+    IF_DATA,
     MAY_BE_0,
     NEGATIVE,
+    NEVER_0,
     ONE,
+    POSITIVE,
     WEIGHT,
     N,
     Origin,
@@ -261,7 +264,7 @@ def _judge(weight, loss, is_gradient=False):
     is_left_out = not (breaks and stays) and breaks <= {*dict(weight.m)}
     require(is_left_out and not _breaks(weight), MAY_BE_0)
     # If all micro-batches of an update weigh nothing, only the sum is nothing.
-    never_0 = stays or not may_be_0((*loss.m, *weight.m))
+    never_0 = stays == NEVER_0 or not may_be_0((*loss.m, *weight.m))
     left = loss.entries.stays if is_sum else 1 + loss.grad
     is_right = never_0 or left < (1 if is_gradient else 2)
     require(is_right, "a mean, and what is shared, by a weight that may be 0")
@@ -357,6 +360,10 @@ def _outside(analysis, graph, rows_variable, ignored, given):
             types[x.ref()] = unknown(what)
         elif x.dtype == tf.resource or not tf.is_symbolic_tensor(root(outside)):
             dims, known = analysis.dims(x), of_data(x.dtype)
+            if known.counts == IF_DATA:  # it is no data: what is there is known
+                value = tf.get_static_value(root(outside))
+                is_any = value is None or not (value >= 0).all()
+                known = known._replace(counts=0 if is_any else POSITIVE)
             types[x.ref()] = Type("C", dims, entries=known)
         elif OF_ALL in root(outside).op.name:
             types[x.ref()] = Type("C", analysis.dims(x))

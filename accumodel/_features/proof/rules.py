@@ -168,8 +168,10 @@ def compared(at, op, *vals):
         if is_settled or (by.content and number == 0):
             return Type("C")  # n is 1 or more
         if by.is_of_mask and is_0 is not None:
-            # What is 0 or not, whatever it counts, is asked by `Equal`.
-            counts = by.entries.counts if number else COUNTS
+            # What is 0 or not, whatever it counts: of what may be negative,
+            # only `Equal` asks that.
+            is_asked = by.entries.counts or op.type in ("Equal", "NotEqual")
+            counts = COUNTS if is_asked and not number else by.entries.counts
             return guard(by.alike, counts, "Z" if is_0 else "A")
         is_far = abs(number) >= HUGE or (number == 0 and by.entries.counts)
         require_reached(by, not is_far)
@@ -361,6 +363,9 @@ def cast(at, op, v):
     if v.entries.counts >= TRUTHS or is_sum or holds(to, of):
         return v
     is_long = to.is_floating or to.size >= max(4, of.size)
+    # The largest numbers without a sign are negative ones with it.
+    is_signed = of.is_unsigned and to.is_integer and not to.is_unsigned
+    is_long = is_long and not (is_signed and of.size == to.size)
     counts = v.entries.counts * is_long
     is_whole = to.is_integer and to.size >= 4 and of.is_integer
     is_rounded = to.is_floating and not of.is_complex
@@ -447,6 +452,8 @@ def is_number(dtype):
 def divided(at, op, a, b):
     """By what samples share, or by a sum over the samples that is a factor."""
     is_guarded = b.base == "G"
+    # By what samples share, which may be 0, this may be 0, or no number.
+    by = op.inputs[1] if b.base == "C" else None
     if is_guarded:
         require_mask(b)
         b = Type("C", m=b.m)
@@ -460,7 +467,7 @@ def divided(at, op, a, b):
     is_right = b.base == "C" or not (a.base == "S" or b.is_mixed)
     require(is_right, "a sum over samples, and samples", inexact=True)
     m = power(a.m, b.m, -1)
-    one = broadcast([a, b]).but(m=m, origin=Origin(like=scaled(a, b)))
+    one = broadcast([a, b]).but(m=m, origin=Origin(like=scaled(a, b, by)))
     require_owed(owes, one)
     counts = ZERO * a.is_zero
     breaks = assumed if is_safe else union([zeros, assumed])

@@ -68,8 +68,8 @@ COUNTS = 3  # they are 0, or 1 or more
 TRUTHS = 4  # they are 0 or 1
 ZERO = 5  # they are 0
 
-# See `Entries.stays`.
-UNSCALED = 3
+# Of `Entries.stays`.
+UNSCALED, NEVER_0 = 3, 4
 
 # Names of sizes that TensorFlow requires to be equal, in the present analysis.
 _alike: contextvars.ContextVar = contextvars.ContextVar("alike")
@@ -196,7 +196,8 @@ class Entries(typing.NamedTuple):
     breaks: tuple = ()
     # Of a sum whose divisor is 0: 0 if it is 0, 1 if it may be something else,
     # since what samples share was added, and 2 if so may its gradient. If that
-    # was added once, and not for each sample, as in a ratio, it is `UNSCALED`.
+    # was added once, and not for each sample, as in a ratio, it is `UNSCALED`;
+    # and `NEVER_0` if it is not 0, whatever is.
     stays: int = 0
 
 
