@@ -3,6 +3,7 @@
 import collections
 import contextlib
 import functools
+import inspect
 import random
 import sys
 import typing
@@ -39,6 +40,7 @@ class PythonState:
             "_accumulation",
             "_gradient_accumulator",
         }
+        modules = _modules_of(owners)
         owners = [owner for owner in owners if not checks.is_ours(type(owner))]
         self._stack = contextlib.ExitStack()
         self._values: list = []  # with the names of owners
@@ -52,7 +54,7 @@ class PythonState:
                 seen.add(id(value))
                 held = self._keep(name, value, package)
                 todo += [(x, f"{name}.{key}", package) for key, x in held]
-        for module in _modules_of(owners):
+        for module in modules:
             self._keep_module(module)
         self._before = self._numbers()
 
@@ -62,11 +64,13 @@ class PythonState:
         Its generators are compared, and not put back: other threads may draw
         from them.
         """
-        for name, value in [*vars(module).items()]:
+        held = vars(module)
+        self._stack.callback(_forget_tensors, held, dict(held))
+        for name, value in [*held.items()]:
             values = value if isinstance(value, list | tuple) else [value]
             self._values += [(name, x) for x in values if _generator(x)]
             if isinstance(value, dict):
-                self._stack.callback(_forget_tensors, value, {*value})
+                self._stack.callback(_forget_tensors, value, dict(value))
             elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
                 size = value.cache_info().currsize
                 self._stack.callback(_forget_calls, value, size)
@@ -133,20 +137,30 @@ class PythonState:
 
 
 def _modules_of(owners):
-    """Returns the modules in which the classes of a user are written."""
+    """Returns the modules in which classes and functions of a user are written.
+
+    Of functions those that owners hold, such as a loss or an activation.
+    """
+    written = [type(owner) for owner in owners]
+    for owner in owners:
+        for value in vars(owner).values():
+            several = value.values() if isinstance(value, dict) else value
+            is_one = not isinstance(value, dict | list | tuple)
+            written += filter(
+                inspect.isfunction, [value] if is_one else several
+            )
     theirs = ("keras", "tensorflow", "accumodel", "builtins")
-    names = {
-        type(owner).__module__
-        for owner in owners
-        if _package(owner) not in theirs
-    }
-    return [sys.modules[name] for name in names if name in sys.modules]
+    names = {each.__module__ for each in written}
+    own = [name for name in names if name.split(".")[0] not in theirs]
+    return [sys.modules[name] for name in own if name in sys.modules]
 
 
 def _forget_tensors(values, before):
     """Removes tensors of a graph that were put into a dict."""
-    for key in values.keys() - before:
-        if tf.is_symbolic_tensor(values[key]):
+    for key in [k for k, v in values.items() if tf.is_symbolic_tensor(v)]:
+        if key in before:
+            values[key] = before[key]
+        else:
             del values[key]
 
 

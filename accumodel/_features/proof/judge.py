@@ -15,7 +15,8 @@ is wrong in some batches, whatever the first one has.
 Assumed: a training traces the same Python; operations do what their names say,
 and raise if sizes do not fit; no weight in the data is negative, if the proof
 says so; all arrays of a batch have as many rows, unless it is told otherwise;
-the loss of the large batch is a number; and rounding.
+the loss of the large batch is a number; what samples share in a weight is not
+0; and rounding.
 """
 
 import collections
