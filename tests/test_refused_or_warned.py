@@ -19,6 +19,7 @@ from helpers import (
     train,
     two_heads,
     weekly,
+    with_loss,
 )
 
 from accumodel import AccumulatingModel, GradientAccumulator
@@ -61,6 +62,13 @@ def test_a_loss_without_init_trains(accum_steps):
         accum_steps=accum_steps,
     )
     messages_of(lambda: fit(model))
+
+
+def test_an_eager_loss_that_is_a_number_has_no_gradient():
+    model = cases.linear(with_loss(AccumulatingModel, lambda y, y_pred: 0.0))
+    compiled(model, "sgd", None, run_eagerly=True, accum_steps=2)
+    with pytest.raises(ValueError, match="the loss does not depend on any"):
+        fit(model)
 
 
 class AsksTooEarly(cases.PassesPairs):

@@ -38,8 +38,8 @@ from accumodel._micro_batch.micro_batches import (
 from accumodel._update.engine import Collector
 
 # In the names of moments of the samples, and of what is taken instead of them.
-# TensorFlow orders what it adds by names, so it begins as Keras's own name does:
-# otherwise a training with the check rounds in another way.
+# TensorFlow orders what it adds by names, so it begins as Keras's own name, or
+# a training with the check would round in another way.
 MOMENTS = "moments_of_accumodel"
 
 

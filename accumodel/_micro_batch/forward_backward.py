@@ -63,6 +63,7 @@ def differentiate(plan, data, compute, sources=()):
     with tf.GradientTape() as tape:
         tape.watch(sources)
         y_pred, loss = compute(x, y, sample_weight)
+        loss = tf.convert_to_tensor(loss)  # in eager code it may be a number
         step = (plan, x, y, y_pred, sample_weight, loss)
         own_weight = weigh(*step)
         if (now := current_step()) is not None and now.collector is not None:
