@@ -131,7 +131,7 @@ a state that only watches is told of
 a rehearsal updates weights
     rehearse.trace_alone: call updates => hooks.silenced()
 the check leaves behind what a step assigns
-    Runner.run: call assign => None
+    Runner.arrays_of: call assign => None
 functions in the model keep the rehearsal
     rehearse.trace_alone: call traced_anew => hooks.silenced()
 the first batch is lost

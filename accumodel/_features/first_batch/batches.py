@@ -167,7 +167,7 @@ class FirstBatch(Feature):
             with self._explained():
                 if now.finding is None:  # it is traced for known sizes
                     plan = self.accumulation.plan()
-                    now.finding = rehearse(plan, now.data, traced)
+                    now.finding = ask_apart(plan, now.data, traced)
                 now.finding = self._next_to_plain(found, traced)
             self._go_on(batches)
         elif asked:  # the next ones are looked at
@@ -188,7 +188,7 @@ class FirstBatch(Feature):
         if replicas.are_several(plan.model):  # nor has it that of a replica
             return finding
         large = _times(traced, self._steps())
-        sized = rehearse(plan, large, traced, is_sized=True)
+        sized = ask_apart(plan, large, traced, is_sized=True)
         # What has no trace of that size, plain Keras does not train by it.
         others = [sized, *(() if plan.is_split else found)]
         is_like = all(_is_like(finding, each) for each in others)
@@ -309,7 +309,7 @@ class FirstBatch(Feature):
         if not (is_observed(plan) and (plan.is_split or is_free)):
             with self._explained():
                 rehearsal.build(plan, as_tensors(traced))
-                self._now.finding = rehearse(plan, self._now.data, traced)
+                self._now.finding = ask_apart(plan, self._now.data, traced)
         if not (plan.is_split or _has_known_size(traced)):
             self._unlike = self.accumulation.make_sum((), tf.float64, "unlike")
 
@@ -395,7 +395,7 @@ def _is_eager(plan):
     return plan.model.run_eagerly or tf.config.functions_run_eagerly()
 
 
-def rehearse(plan, data, traced, is_sized=False):
+def ask_apart(plan, data, traced, is_sized=False):
     """Asks about a step in a trace of its own; returns a `Finding`.
 
     `traced` is a batch as the training traces it: of a known size, all arrays

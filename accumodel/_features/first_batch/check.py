@@ -168,7 +168,7 @@ class Comparison:
         if self.padding == "added":
             longer = _with_a_step(self.known.data, data)
         try:
-            parts = self.runner.run(longer, size)
+            parts = self.runner.arrays_of(longer, size)
         except tf.errors.InvalidArgumentError as error:
             raise NotMade(
                 f"the step fails for {size} samples: "
@@ -176,7 +176,7 @@ class Comparison:
             ) from error
         most = size if self.padding else count
         try:
-            whole = self.runner.run(data, most, is_whole=True)
+            whole = self.runner.arrays_of(data, most, is_whole=True)
         except tf.errors.InvalidArgumentError as error:
             return look._replace(kind="fixed", what=error)
         keys = [key for key in whole if key in parts]

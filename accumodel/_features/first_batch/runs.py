@@ -90,7 +90,7 @@ class Runner:
         self.states = {(STATES, 0, i): v for i, v in enumerate(states)}
         self.sources = collector.sources | self.states
 
-    def run(self, data, size, is_whole=False):
+    def arrays_of(self, data, size, is_whole=False):
         """Returns what samples give in parts of a size: arrays by their keys.
 
         A key is a kind, the number of a term, and a place in it.
