@@ -240,6 +240,7 @@ def layer_of(function):
     return next((x for x in owners if isinstance(x, keras.Layer)), None)
 
 
+@needed_for("rematerialization")
 def is_rematerialized(model):
     """Whether layers of a model were made in a `keras.RematScope`."""
     # If Keras renames these, `remat_mode` raises for such a layer, only.
