@@ -6,6 +6,7 @@ What may differ between a trace and a run, and programs that ask for a size.
 import contextlib
 import functools
 import itertools
+import types
 import warnings
 
 import keras
@@ -258,6 +259,10 @@ def by_kept(y, y_pred):
     return tf.reduce_mean(errors, -1)
 
 
+# As `exec` makes functions.
+of_no_module = types.FunctionType((lambda y, p: (y - p) ** 2).__code__, {})
+
+
 def keeps_a_tensor(cls):
     class Model(cls):
         def compute_loss(self, x=None, y=None, y_pred=None, *_, **__):
@@ -281,6 +286,7 @@ IN_WAYS = (
         weekly("split", arrays, keeps_a_tensor, "mse"),
         weekly("fed", dataset, keeps_a_tensor, "mse"),
         ("fed", arrays, dense, by_kept),  # all classes are those of Keras
+        ("fed", arrays, dense, of_no_module),
     ],
 )
 def test_a_tensor_that_python_keeps_is_trained(way, data, make, loss):

@@ -150,9 +150,10 @@ def _modules_of(owners):
                 inspect.isfunction, [value] if is_one else several
             )
     theirs = ("keras", "tensorflow", "accumodel", "builtins")
-    names = {each.__module__ for each in written}
-    own = [name for name in names if name.split(".")[0] not in theirs]
-    return [sys.modules[name] for name in own if name in sys.modules]
+    names = {each.__module__ for each in written} & sys.modules.keys()
+    return [
+        sys.modules[name] for name in names if name.split(".")[0] not in theirs
+    ]
 
 
 def _forget_tensors(values, before):
