@@ -40,13 +40,14 @@ A size is a product of a number and of names, such as `3 * n * time`.
 """
 
 import collections
-import contextlib
 import contextvars
 import dataclasses
 import functools
 import itertools
 import math
 import typing
+
+from accumodel._keras_and_tf import hooks
 
 Size: typing.TypeAlias = tuple[int, tuple[str, ...]]
 ONE: Size = (1, ())
@@ -104,17 +105,12 @@ def require(condition, what, inexact=False, advice=""):
         raise UnprovedError(what, inexact, advice)
 
 
-@contextlib.contextmanager
 def sizes_alike(known=None):
-    """Scope of what is found out about sizes, which is added to a dict.
+    """Returns the scope of what is found out about sizes: added to a dict.
 
     Without one, it is forgotten: of what may not run, nothing is found out.
     """
-    token = _alike.set(dict(_alike.get()) if known is None else known)
-    try:
-        yield
-    finally:
-        _alike.reset(token)
+    return hooks.having(_alike, dict(_alike.get()) if known is None else known)
 
 
 def fresh(what) -> Size:
