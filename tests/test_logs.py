@@ -20,7 +20,7 @@ from helpers import (
     weekly,
 )
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 # 44 samples: two cycles of 16, and the rest.
 SAMPLES = 44
@@ -107,6 +107,15 @@ def test_the_logged_loss_is_that_of_the_large_batch(loss, way, tmp_path):
     for i, each in enumerate(expected):
         for name, (value,) in comparable(each).items():
             assert logs[name][i] == pytest.approx(value, rel=1e-5), name
+
+
+def test_an_accumulator_that_rests_counts_no_batches():
+    case, arrays = LOSSES["masks"], cases.tokens(16, np.random.default_rng(0))
+    plain = fit(make(case, keras.Model), *arrays, batch_size=16)
+    model = make(case, AccumulatingModel, accum_steps=4)
+    other = keras.optimizers.SGD(), model.trainable_variables[:1]
+    model.later = GradientAccumulator(*other)
+    check_logs(fit(model, *arrays, batch_size=4).history, plain.history)
 
 
 class Perplexity(AccumulatingModel):

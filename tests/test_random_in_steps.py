@@ -34,7 +34,7 @@ from helpers import (
 from helpers import train as fit_all
 from keras import layers, ops
 
-from accumodel import AccumulatingModel
+from accumodel import AccumulatingModel, GradientAccumulator
 
 
 class DrawsInUpdates(AccumulatingModel):
@@ -145,6 +145,60 @@ def test_a_custom_step_draws_on(kwargs):
         return model
 
     plain, ours = train_each(run, kwargs)
+    check(ours, plain)
+
+
+class TakesTurns:
+    """Trains one layer in each update: the others rest, and have no cycle."""
+
+    def compile(self, **kwargs):
+        super().compile(**kwargs)
+        self.players = [
+            keras.optimizers.SGD(0.1) for _ in self.trainable_variables
+        ]
+        for player, variable in self.pairs():
+            player.build([variable])
+        if isinstance(self, AccumulatingModel):
+            self.sums = [
+                GradientAccumulator(player, [variable])
+                for player, variable in self.pairs()
+            ]
+
+    def pairs(self):
+        return zip(self.players, self.trainable_variables, strict=True)
+
+    def train_step(self, data):
+        x, *_ = keras.utils.unpack_x_y_sample_weight(data)
+        noise = keras.random.normal(ops.shape(x), seed=self.generator)
+
+        def turn(i):
+            variables = self.trainable_variables[i : i + 1]
+            loss, gradients = gradients_of(
+                lambda: tf.reduce_mean(self(x + noise, training=True) ** 2),
+                variables,
+            )
+            if isinstance(self, AccumulatingModel):
+                self.sums[i].accumulate(gradients, ops.shape(x)[0])
+            else:
+                self.players[i].apply(gradients, variables)
+            return loss
+
+        first, second = (each.iterations for each in self.players)
+        is_first = first <= second
+        return {"error": tf.cond(is_first, lambda: turn(0), lambda: turn(1))}
+
+
+def test_players_that_take_turns_draw_on():
+    def run(base, **kwargs):
+        made = type("Model", (TakesTurns, base), {})
+        dense = (layers.Dense(5, "tanh", use_bias=False) for _ in range(2))
+        model = chain(made, (4, 5), *dense)
+        model.generator = keras.random.SeedGenerator(3)
+        model.compile(jit_compile=False, **kwargs)
+        in_batches(FED[:6] if kwargs else LARGE[:2])(model, *data())
+        return model
+
+    plain, ours = train_each(run, {"accum_steps": 3})
     check(ours, plain)
 
 

@@ -349,7 +349,9 @@ class Accumulation:
         """Returns how many batches of this cycle were fed before this one."""
         if not self.model.trainable_variables:
             return 0
-        return ([*self.accumulators] or [self.ready_accumulator()])[0]._count
+        # One of several may rest, as a player of a GAN.
+        several = [*self.accumulators] or [self.ready_accumulator()]
+        return tf.reduce_max([each._count for each in several])
 
     def ready_accumulator(self):
         """Returns the accumulator of the trainable variables."""

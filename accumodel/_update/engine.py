@@ -320,7 +320,7 @@ class Engine(tf.Module):
             call_if(is_used, add_to_sums)
 
     def end_batch(self, present, is_conditional, is_cycle):
-        """Ends a fed batch of which all micro-batches were added.
+        """Ends a fed batch; returns whether any micro-batch of it was added.
 
         `present` says which variables got a gradient. If it is a cycle, it is
         known that none was pending, and it makes an update.
@@ -330,7 +330,7 @@ class Engine(tf.Module):
         if may_be_nothing:
             (counts,) = replicas.sum_over_replicas([counts])
         self._counts.assign(tf.zeros_like(counts))
-        replicas.across_replicas(
+        return replicas.across_replicas(
             functools.partial(
                 self._count_batch, present, may_be_nothing, is_cycle
             ),
@@ -416,9 +416,8 @@ class Engine(tf.Module):
             is_added = taken > 0 if may_be_nothing else True
             if may_be_nothing:
                 self._skipped.assign_add(tf.cast(tf.round(skipped), tf.int64))
-            if may_be_nothing and self._seen.numbers is not None:
-                self._seen.numbers.leave_out(is_added)
             call_if(is_added, count_batch)
+        return is_added
 
     def _require_same_set(self, present):
         """Returns checks that the cycle so far trains these variables."""
@@ -658,6 +657,13 @@ class Collector:
         for each in accumulators:
             if each not in self._entries and each._seen.is_in_step:
                 self._entries[each] = (each._seen.present, True)
-        for accumulator, entry in self._entries.items():
-            accumulator.end_batch(*entry, is_cycle=accumulator is own)
+        are_added = [
+            each.end_batch(*entry, is_cycle=each is own)
+            for each, entry in self._entries.items()
+        ]
+        numbers = [x._seen.numbers for x in self._entries if x._seen.numbers]
+        # A player of a GAN may rest: then the other has drawn for this batch.
+        if numbers and not any(each is True for each in are_added):
+            is_added = tf.reduce_any(are_added)
+            replicas.across_replicas(numbers[0].leave_out, is_added)
         return bool(self._entries)
