@@ -173,6 +173,51 @@ def test_what_a_model_without_trainable_weights_assigns_stays(way, counted):
     assert float(model.layers[1].calls) == counted
 
 
+@pytest.mark.parametrize(
+    "run_eagerly", [False, weekly(True)], ids=["graph", "eager"]
+)
+def test_what_evaluate_assigns_is_assigned_once_for_each_batch(run_eagerly):
+    x, y = normal((16, 3), (16, 2))
+
+    def run(base, **kwargs):
+        model = chain(base, (3,), Counts(), keras.layers.Dense(2))
+        compiled(model, "sgd", "mse", run_eagerly=run_eagerly, **kwargs)
+        fit(model, x, y, batch_size=8, epochs=2, validation_data=(x, y))
+        model.tested = model.evaluate(x, y, 7, verbose=0)
+        return model
+
+    plain, model = check_exact(run, {"micro_batch_size": 3})
+    assert model.tested == pytest.approx(plain.tested, rel=1e-5)
+
+
+class Anneals:
+    """Moves a state by what an update moves, and trains by it."""
+
+    def __init__(self, *args, **kwargs):
+        super().__init__(*args, **kwargs)
+        self.heat = self.add_weight((), "ones", trainable=False)
+
+    def call(self, x):
+        return super().call(x) * self.heat
+
+    def compute_loss(self, *args, **kwargs):
+        count = keras.ops.cast(self.optimizer.iterations, "float32")
+        self.heat.assign(self.heat * 0.9 + 0.1 / (1 + count))
+        return super().compute_loss(*args, **kwargs)
+
+
+def test_a_state_may_follow_the_updates():
+    x, y = normal((16, 3), (16, 2))
+
+    def run(base, **kwargs):
+        made = type("Model", (Anneals, base), {})
+        model = chain(made, (3,), keras.layers.Dense(2))
+        size = 8 // kwargs.get("accum_steps", 1)
+        return train(model, (x, y), size, "sgd", 2, loss="mse", **kwargs)
+
+    check_exact(run, {"micro_batch_size": 3}, {"accum_steps": 2})
+
+
 class TwoPasses(AccumulatingModel):
     def compute_gradients(self, data):
         first, weight, logs = super().compute_gradients(data)

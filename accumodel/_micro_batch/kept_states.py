@@ -7,7 +7,7 @@ batch assigns it once:
     after each micro-batch:
         new = state
         state = what it was before
-    when the cycle ends, before its update:
+    when the cycle ends, before its update, or a batch of `evaluate`:
         state = new
 
 All micro-batches of a cycle compute the same, since weights move at its end. A
@@ -61,7 +61,9 @@ class KeptStates:
         def assign(original, variable, value):
             step = micro_batches.current_step()
             is_own = id(variable) in weights
-            if step is not None and step.collector is not None and is_own:
+            # In `evaluate` there is no collector.
+            is_part = step and (step.collector or step.plan.is_split)
+            if is_own and is_part:
                 is_known = id(variable) in self._kept
                 assigned.record_sources(variable, value, step, is_known)
             return original(variable, value)
@@ -94,7 +96,7 @@ class KeptStates:
         return self._kept[id(variable)]
 
     def assign_new(self):
-        """Assigns what the micro-batches of this cycle have assigned."""
+        """Assigns what the micro-batches have assigned."""
         for state, new, is_new in self._kept.values():
             state.assign(tf.where(is_new, new, state))
         self.forget()
@@ -126,7 +128,13 @@ class _Assigned:
     """What one micro-batch assigns of the weights of a model."""
 
     def __init__(self, model):
-        self._model, self._graph = model, micro_batches.current_graph()
+        self._graph = micro_batches.current_graph()
+        with hooks.not_cast():
+            # What an update moves, which is the same in all micro-batches.
+            optimizer = getattr(model, "optimizer", None)
+            updated = getattr(optimizer, "variables", [])
+            self._updated = _handles([*model.trainable_variables, *updated])
+            self._known = _handles(model.weights) | self._updated
         # By the ids of variables: these, their values before, and the ids of
         # the handles of all that they are computed of.
         self._notes: dict = {}
@@ -146,20 +154,17 @@ class _Assigned:
             sources = {_SAMPLES}
         elif tf.is_symbolic_tensor(value):
             sources = _sources(value)
-        with hooks.not_cast():
-            weights = _handles(self._model.trainable_variables)
-        if step.calls and not sources.isdisjoint(weights):
+        if step.calls and not sources.isdisjoint(self._updated):
             sources = {_SAMPLES}  # after the update, they would be others
         self._notes[id(variable)][-1].update(sources)
 
     def of_no_sample(self):
         """Returns pairs of a variable that no sample changes, and its value."""
-        weights, count = _handles(self._model.weights), None
-        alike = self._notes
+        alike, count = self._notes, None
         while len(alike) != count:  # what is computed of others, is as they are
             count = len(alike)
             others = [v for k, (v, *_) in self._notes.items() if k not in alike]
-            known = weights - _handles(others)
+            known = self._known - _handles(others)
             alike = {k: v for k, v in alike.items() if v[2] <= known}
         return [(variable, before) for variable, before, _ in alike.values()]
 

@@ -106,6 +106,8 @@ def run(plan, function, data, collector=None):
             output_shapes=[spec.shape for spec in flat],
         )
         logs = tf.nest.pack_sequence_as(specs, values)
+    if not trains and plan.numbers is not None:
+        plan.accumulation.training.states.assign_new()
     return logs
 
 
