@@ -1,5 +1,6 @@
 """Losses that are divided by several numbers: each by its own, in one pass."""
 
+import contextlib
 import functools
 
 import keras
@@ -81,7 +82,7 @@ def model_of(*heads, limit=False, **kwargs):
 
     def head(kind, x, name):
         if kind == "number":
-            return layers.Dense(1, name=name)(keras.ops.mean(x, 1))
+            return layers.Dense(1, name=name, **kwargs)(keras.ops.mean(x, 1))
         if kind == "adds":
             x = Adds(lambda x: keras.ops.mean(x**2))(x)
         return layers.Dense(CLASSES, "softmax", name=name, **kwargs)(x)
@@ -125,6 +126,7 @@ PROGRAMS = {
     ),
     "a loss of a loss": ([ONE, TWO], [CROSS, Focal()], [*CLASS], None),
     "first a loss of a loss": ([ONE, TWO], [Focal(), CROSS], [*CLASS], None),
+    "a sum and a regularizer": ([PLAIN], SUM, NUMBER, None),
     "a sum and a mean": ([PLAIN, PLAIN], [SUM, "mse"], [NUMBER] * 2, None),
     "a loss of a layer and a mask": ([("adds", 0)], CROSS, CLASS[0], None),
     "an activity and a mask": ([ONE], CROSS, CLASS[0], None),
@@ -134,6 +136,7 @@ OWN = {
         "activity_regularizer": "l2",
         "kernel_regularizer": "l2",
     },
+    "a sum and a regularizer": {"kernel_regularizer": "l2"},
 }
 
 WAYS = {
@@ -161,6 +164,7 @@ def train_on(name, base, **kwargs):
 DAILY = {
     "`ignore_class` and a mean": "split",
     "a loss of a loss": "split",
+    "a sum and a regularizer": "split",
 }
 ROWS = [
     (name, way) if DAILY.get(name) == way else weekly(name, way)
@@ -300,6 +304,21 @@ def test_what_has_no_divisor_of_data_is_told(text):
     )
     with pytest.raises((InexactWarning, ValueError), match=text):
         model.fit(X, [CLASS[0], NUMBER], batch_size=BATCH, verbose=0)
+
+
+@pytest.mark.verified
+@pytest.mark.parametrize("skips", [False, True])
+def test_it_is_told_if_what_divides_losses_was_skipped(skips):
+    number = NUMBER[:BATCH].copy()
+    number[: 5 * skips] = np.nan
+    kwargs = {"micro_batch_size": 5, "skip_nonfinite": True}
+    model = model_of(ONE, PLAIN)(AccumulatingModel)
+    model.compile("sgd", [CROSS, "mse"], **kwargs)
+    told = pytest.warns(UserWarning, match="has left out a micro-batch")
+    with told if skips else contextlib.nullcontext():
+        fit(model, [x[:BATCH] for x in X], [CLASS[0, :BATCH], number])
+    verdict = "not made: `skip_nonfinite`" if skips else "exact for every"
+    assert model.verdict.startswith(verdict)
 
 
 def test_nothing_is_told_if_nothing_is_split():

@@ -79,7 +79,10 @@ def _may_have_several(plan, data):
     _, y, sample_weight = keras.utils.unpack_x_y_sample_weight(data)
     layers = [model, *private_names.flat_layers(model)]
     losses = keras.tree.flatten(model.loss)
-    adds = any(
+    sums = any(
+        getattr(loss, "reduction", "mean") in weights.SUMS for loss in losses
+    )
+    adds = (sums and weights.regularized(model)) or any(
         getattr(layer, "activity_regularizer", None)
         or checks.overrides(layer, "call")
         for layer in layers
@@ -90,9 +93,8 @@ def _may_have_several(plan, data):
         or checks.overrides(layer, "compute_mask")
         for layer in layers
     )
-    weighs |= any(
+    weighs |= sums or any(
         getattr(loss, "ignore_class", None) is not None
-        or getattr(loss, "reduction", "mean") in weights.SUMS
         or (not isinstance(loss, str | None) and not checks.is_ours(type(loss)))
         for loss in losses
     )

@@ -168,7 +168,9 @@ class LossWeights:
         """
         reductions = current_step().reductions
         keys = {*self._of_model(reductions)}
-        if any(is_single(loss, data) for loss in added_losses(self._model)):
+        adds = any(is_single(loss, data) for loss in added_losses(self._model))
+        # A sum has no weight, and a regularizer is added once.
+        if adds or (None in keys and regularized(self._model)):
             keys.add(_SAMPLES)
         combines = any(x.inner or x.reduction in UNREDUCED for x in reductions)
         if len(keys) < 2 or combines or summed_losses(self._model, data):
@@ -420,12 +422,12 @@ def note_axes(step, reductions):
 
 def added_losses(model):
     """Returns what `add_loss` was given in the last call of the model."""
-    regularized = [
-        variable
-        for variable in model.trainable_weights
-        if variable.regularizer is not None
-    ]
-    return model.losses[: len(model.losses) - len(regularized)]
+    return model.losses[: len(model.losses) - len(regularized(model))]
+
+
+def regularized(model):
+    """Returns the trained weights that have a regularizer."""
+    return [x for x in model.trainable_weights if x.regularizer is not None]
 
 
 def summed_losses(model, data):

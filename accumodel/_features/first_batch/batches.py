@@ -105,6 +105,7 @@ class FirstBatch(Feature):
     def end_epoch(self, logs):
         self.verdict.warn_of_held()
         self._say_that_lengths_differ()
+        self._say_that_it_skipped()
         accumulation, now = self.accumulation, self._now
         size = accumulation.model.current_micro_batch_size
         if isinstance(accumulation.model.micro_batch_size, str) and size:
@@ -124,6 +125,16 @@ class FirstBatch(Feature):
             is_unlike = bool(tf.identity(self._unlike) > 0)
         if is_unlike:
             self.verdict.take_back(messages.UNLIKE)
+
+    def _say_that_it_skipped(self):
+        """Takes a verdict back if losses were divided by what was skipped, too.
+
+        What divides them is computed before it is known what is skipped.
+        """
+        accumulation = self.accumulation
+        has_several = any(accumulation.training.divisors.values())
+        if has_several and accumulation.model.skipped_steps:
+            self.verdict.take_back(messages.SKIPPED)
 
     # -- the trace of the training ---------------------------------------------
 

@@ -19,6 +19,11 @@ UNLIKE = (
     "the rows of another array is exact only if these are in proportion in all "
     "batches"
 )
+SKIPPED = (
+    "`skip_nonfinite` has left out a micro-batch. Its losses are divided by "
+    "several numbers, such as the sums of unlike masks, and these count what "
+    "was left out"
+)
 OFF = "`compile(verify=False)` switches this check off."
 
 _WEIGHT = (
@@ -67,8 +72,8 @@ def not_made(text):
 def taken_back(why):
     """Returns that what was compared is not known of later batches."""
     return (
-        f"The first batch was compared, and is exact, but {why}. Otherwise the "
-        f"weights will not be those of the large batch. {OFF}"
+        f"The first batch is exact, but {why}. So the weights may not be those "
+        f"of the large batch. {OFF}"
     )
 
 
@@ -305,8 +310,8 @@ def _of_compiled(plan):
     )
     return (
         "A compiled loss computes something of the whole batch, such as a "
-        f"ratio of sums. {way} Or return one loss per sample, of which Keras "
-        "takes the mean."
+        "ratio of sums, or is a sum next to a regularizer. "
+        f"{way} Or return one loss per sample, of which Keras takes the mean."
     )
 
 

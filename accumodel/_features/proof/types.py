@@ -503,8 +503,10 @@ def added(vals):
             continue
         # What is not trained may divide, such as a sum and 1e-7.
         advice = "" if any(v.grad for v in vals) else WEIGHT
+        # A sum and a regularizer, which would be added once for each part.
+        is_trained = v.grad and any(each.grad for each in means)
         what = "a sum over samples, and what samples share"
-        require(is_sum, what, False, advice)
+        require(is_sum, what, is_trained, advice)
     return broadcast([*vals, *zeros]).but(m=m).with_entries(stays=stays)
 
 
