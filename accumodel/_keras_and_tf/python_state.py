@@ -17,6 +17,12 @@ from accumodel._keras_and_tf import checks, private_names
 # The most bytes of an array that are copied.
 _LARGE = 2**24
 
+# The most items of a list or a dict that are looked at, one by one.
+_MANY = 1000
+
+# What `functools.lru_cache` returns.
+_CACHE = type(functools.cache(len))
+
 # Methods of `dict` do not see the order of an `OrderedDict`.
 _COLLECTIONS = (collections.OrderedDict, dict, list, set, collections.deque)
 
@@ -67,11 +73,11 @@ class PythonState:
         held = vars(module)
         self._stack.callback(_forget_tensors, held, dict(held))
         for name, value in [*held.items()]:
-            values = value if isinstance(value, list | tuple) else [value]
-            self._values += [(name, x) for x in values if _generator(x)]
-            if isinstance(value, dict):
+            values = value if _is_a(value, list | tuple) else [value]
+            self._values += [(name, x) for x in values[:_MANY] if _generator(x)]
+            if _is_a(value, dict):
                 self._stack.callback(_forget_tensors, value, dict(value))
-            elif hasattr(value, "cache_info") and hasattr(value, "cache_clear"):
+            elif _is_a(value, _CACHE):
                 size = value.cache_info().currsize
                 self._stack.callback(_forget_calls, value, size)
 
@@ -79,8 +85,8 @@ class PythonState:
         """Keeps what a value holds; returns pairs of a name and a value."""
         stack = self._stack
         self._values.append((name, value))
-        kind: typing.Any = next(  # of no proxy, which pretends to be one
-            (x for x in _COLLECTIONS if issubclass(type(value), x)), None
+        kind: typing.Any = next(
+            (x for x in _COLLECTIONS if _is_a(value, x)), None
         )
         if generator := _generator(value):
             stack.callback(*generator)
@@ -93,6 +99,8 @@ class PythonState:
             add = getattr(kind, "extend", None) or kind.update
             stack.callback(add, value, before)
             stack.callback(kind.clear, value)
+            if len(before) > _MANY:  # such as a vocabulary
+                return []
             return [*(before.items() if is_dict else enumerate(before))]
         elif (
             _package(value) == package
@@ -171,16 +179,20 @@ def _forget_calls(function, size):
         function.cache_clear()
 
 
+def _is_a(value, kind):
+    """Whether a value is of a kind, and no proxy or mock, which may raise."""
+    return issubclass(type(value), kind)
+
+
 def _generator(value):
     """Returns what sets the state of a generator, and that; or `None`."""
-    if isinstance(value, np.random.Generator):
+    if _is_a(value, np.random.Generator):
         bits = value.bit_generator
         return functools.partial(setattr, bits, "state"), bits.state
-    if isinstance(value, np.random.RandomState):
+    if _is_a(value, np.random.RandomState):
         return value.set_state, value.get_state(legacy=False)
-    if isinstance(value, random.Random) and not (
-        isinstance(value, random.SystemRandom)  # which has no state
-    ):
+    # The other kind has no state.
+    if _is_a(value, random.Random) and not _is_a(value, random.SystemRandom):
         return value.setstate, value.getstate()
     return None
 

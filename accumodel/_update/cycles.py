@@ -44,6 +44,9 @@ OWN = "_gradient_accumulator"
 # "0", "1", ..., and plain Keras refuses others.
 _PREFIX = "accumulated:"
 
+# The length of lists and dicts in which no accumulators are looked for.
+_MANY = 1000
+
 
 class Cycles:
     """All accumulators that a model holds."""
@@ -53,12 +56,15 @@ class Cycles:
         self.is_live = False  # whether batches came since a file was loaded
 
     def by_name(self):
-        """Returns those in attributes, and in lists and dicts of these."""
+        """Returns those in attributes, and in short lists and dicts of these.
+
+        A model may hold a vocabulary, and this is asked in each step.
+        """
         attributes = [*vars(self.model).items()]
         items = [
             (f"{name}.{i}", item)
             for name, value in attributes
-            if isinstance(value, dict | list | tuple)
+            if isinstance(value, dict | list | tuple) and len(value) < _MANY
             for i, item in enumerate(
                 [*value.values()] if isinstance(value, dict) else value
             )
