@@ -236,6 +236,8 @@ def test_what_is_not_exact_is_told_of_once(name, way):
     assert warning.category is InexactWarning
     # What is not proved names no layer.
     assert text in str(warning.message) or way == "eager"
+    # The loop over micro-batches is no place in the user's code.
+    assert "`while" not in str(warning.message)
 
 
 MADE_RIGHT = [

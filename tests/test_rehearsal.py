@@ -2,6 +2,7 @@
 
 import random
 import warnings
+from unittest import mock
 
 import keras
 import numpy as np
@@ -541,6 +542,35 @@ def test_there_is_nothing_to_compare_with(make, train, verdict, told):
     model, found = trained(program, AccumulatingModel, **WAYS["fed"])
     assert model.verdict.startswith(verdict)
     assert found == told
+
+
+class Unready:
+    """Raises in each use, as a proxy does outside of what it is for."""
+
+    def __getattr__(self, name):
+        raise RuntimeError
+
+
+@pytest.mark.parametrize("kind", [mock.MagicMock, Unready])
+def test_a_module_may_hold_what_answers_to_any_name(kind, monkeypatch):
+    monkeypatch.setitem(globals(), "proxy", kind())
+    rehearse(with_layer(Noise)(AccumulatingModel), lambda: None).result()
+
+
+def build_early(model, steps):
+    """Builds no layers, so not all that is trained is there yet."""
+    model.scale = model.add_weight((), "ones")
+    model.build((None, 6))
+    feed(X, Y)(model, steps)
+
+
+@pytest.mark.filterwarnings("ignore:`build.. was called on layer:UserWarning")
+def test_a_model_may_be_built_before_its_layers():
+    make = subclassed(
+        lambda self, x: self.last(x) * self.scale,
+        {"last": lambda: layers.Dense(4)},
+    )
+    trains_as_plain(Program(make, "mse", build_early), **WAYS["split"])
 
 
 def test_what_it_draws_in_python_is_drawn_again():

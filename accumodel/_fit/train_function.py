@@ -96,7 +96,8 @@ def _prepare_to_accumulate(accumulation):
     # before the loop, in which no replica can wait for the others.
     is_split = model.micro_batch_size is not None
     is_first = is_split and not [*accumulation.accumulators]
-    if model.built and (is_first or not accumulation.overrides("train_step")):
+    is_built = private_names.is_built(model)
+    if is_built and (is_first or not accumulation.overrides("train_step")):
         optimizers.build_optimizer(model)
         accumulation.accumulators.make_own(
             accumulation.options, accumulation.made.numbers

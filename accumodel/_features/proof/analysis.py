@@ -81,6 +81,8 @@ class Analysis:
         self._names = {} if names is None else names  # of what is alike
         self._scope = scope  # of the names of operations
         self._root = place  # of what is in no layer
+        # The loop over the micro-batches, if the step is in its graph.
+        self._loop = tf.compat.v1.get_default_graph().get_name_scope()
         self._number = next(_calls)
 
     def dims(self, tensor):
@@ -179,7 +181,8 @@ class Analysis:
         return self._names.setdefault(key, f"D{len(self._names)}")
 
     def _refused(self, op, error):
-        place = (self._scope + op.name).rpartition("/")[0] or self._root
+        place, _, _ = (self._scope + op.name).rpartition("/")
+        place = place.removeprefix(self._loop).strip("/") or self._root
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=error.proof._replace(reason=reason))
 
