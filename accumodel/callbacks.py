@@ -11,9 +11,9 @@ from accumodel._keras_and_tf.checks import require_accum_steps
 class AccumStepsScheduler(keras.callbacks.Callback):
     """Sets `accum_steps` by epochs, updates or samples.
 
-    A growing effective batch does for the noise of the gradients what a
-    decaying learning rate does (Smith et al. 2018, arXiv 1711.00489). The logs
-    of each epoch, and so the `History`, gain the key `accum_steps`.
+    A growing effective batch reduces gradient noise, as a decaying learning
+    rate does (Smith et al. 2018, arXiv 1711.00489). The logs of each epoch, and
+    so the `History`, gain the key `accum_steps`.
 
     Examples:
         >>> callback = accumodel.AccumStepsScheduler({0: 1, 2: 4})
@@ -40,13 +40,13 @@ class AccumStepsScheduler(keras.callbacks.Callback):
             Defaults to `"epoch"`.
 
     Raises:
-        TypeError: If `schedule` is neither, or holds or returns `accum_steps`
-            that are no ints; in `fit`, if the model is no `AccumulatingModel`.
-        ValueError: If `schedule` holds or returns less than 1, or a key that
-            is no int from 0; if `by` is none of these; in `fit`, if samples are
-            to be counted and the `batch_size` is not known, if updates or
-            samples are with `steps_per_execution` above 1, or if a value is
-            more than 1 with `micro_batch_size="auto"`.
+        TypeError: If `schedule` is neither, or its `accum_steps` are not ints;
+            in `fit`, if the model is not an `AccumulatingModel`.
+        ValueError: If `schedule` holds or returns less than 1, or a key that is
+            not an int from 0; if `by` is unknown; in `fit`, if `by="sample"`
+            and the `batch_size` is not known, if `by` is not `"epoch"` and
+            `steps_per_execution` is above 1, or if a value is more than 1 with
+            `micro_batch_size="auto"`.
     """
 
     def __init__(

@@ -111,8 +111,8 @@ class AccumulatingModel(keras.Model):
 
         Returns:
             A model of this class, with the attributes of `model`. If `model`
-            is a subclass, the new class derives from both, and files are those
-            of its class: pass what `load_model` returns to `from_model` again.
+            is a subclass, the new class derives from both, and its files load
+            as `model`'s class: pass the loaded model to `from_model` again.
 
         Raises:
             TypeError: If `model` is not a `keras.Model`, has a custom
@@ -163,31 +163,31 @@ class AccumulatingModel(keras.Model):
                 GPUs. Defaults to `None`: no batch is split.
             gradient_cache: Bool. With `micro_batch_size`, compute the loss once
                 from all samples, by a second forward pass. Defaults to `False`.
-            sync_batch_norm: Bool. As `gradient_cache`; and let each
-                `BatchNormalization` that trains normalize by the statistics of
-                the whole batch. Defaults to `False`.
+            sync_batch_norm: Bool. Like `gradient_cache`, and each trainable
+                `BatchNormalization` uses the statistics of the whole batch.
+                Defaults to `False`.
             trim_padding: String, int or `None`. With `micro_batch_size`, put
                 the samples of a batch in the order of their lengths, and cut
                 the padding off each micro-batch. The name of the input of shape
                 `(samples, length)` that is 0 where there is padding, or the int
                 that the only integer input is padded with. Defaults to `None`.
-            remainder: What becomes of the batches that are left when an epoch
-                ends. `"apply"` makes an update of them, divided by their own
-                weight; `"carry"` continues the cycle in the next epoch and in
-                the next `fit`; `"drop"` forgets them. Defaults to `"apply"`.
+            remainder: What to do with batches left over when an epoch ends.
+                `"apply"` makes an update of them, divided by their own weight;
+                `"carry"` continues the cycle in the next epoch and in the next
+                `fit`; `"drop"` forgets them. Defaults to `"apply"`.
             skip_nonfinite: Bool. Leave a micro-batch with a NaN or infinite
                 gradient out of the cycle; `skipped_steps` counts them. It takes
                 one more copy of the parameters. Defaults to `False`.
             verify: Bool. Before the first update, prove from the graph that
                 each batch gives what the large batch gives, or compare the
-                first batch, or cycle, in micro-batches and in one piece. What
-                differs is an `InexactWarning`. Defaults to `True`.
-            **kwargs: Those of another base class, whose defaults hold.
+                first batch, or cycle, in micro-batches and in one piece. If
+                they differ, it warns: `InexactWarning`. Defaults to `True`.
+            **kwargs: Arguments of another base class, with its defaults.
 
         Raises:
             TypeError: If a type is wrong, or a base class has a `train_step`.
-            ValueError: If an argument cannot be right with the optimizer, the
-                strategy or the others. Then the model is not compiled.
+            ValueError: If an argument does not fit the optimizer, the strategy
+                or the others. Then the model is not compiled.
         """
 
     @property
@@ -198,6 +198,7 @@ class AccumulatingModel(keras.Model):
         batch, without retracing, except the first time it changes from 1.
 
         Raises:
+            TypeError: If it is set to something else than an int.
             ValueError: If it is set to less than 1, before `compile`, or to
                 more than 1 with `micro_batch_size="auto"`.
         """
@@ -218,6 +219,7 @@ class AccumulatingModel(keras.Model):
         and `"fastest"` begin with whole batches if it was something else.
 
         Raises:
+            TypeError: If it is set to another type.
             ValueError: If it is set before `compile`, for layers that cannot be
                 right in micro-batches, or to `"auto"` with `accum_steps`.
         """
@@ -250,7 +252,7 @@ class AccumulatingModel(keras.Model):
 
     @property
     def skipped_steps(self) -> int:
-        """Int. Micro-batches that `skip_nonfinite` left out, of all."""
+        """Int. How many micro-batches `skip_nonfinite` left out."""
         return sum(x.skipped_steps for x in self._accumulation.accumulators)
 
     def train_step(self, data: typing.Any) -> dict:
@@ -431,11 +433,12 @@ class AccumulatingModel(keras.Model):
 
     @property
     def verdict(self) -> str | None:
-        """String or `None`. Whether it gives the weights of the large batch.
+        """String or `None`. Whether training is exact, and why.
 
-        `None` before the first batch. Then it says why, and begins with `"exact
-        for every batch"` if that is proved, `"exact"` if the first batch was
-        compared, `"differs"` or `"not made"`; see `verify` of `compile`.
+        `None` before the first batch, with `verify=False`, and if nothing
+        accumulates. Otherwise it begins with `"exact for every batch"` if that
+        is proved, `"exact"` if the first batch was compared, `"differs"` or
+        `"not made"`, and says why; see `verify` of `compile`.
         """
         texts = (
             feature.verdict.text
@@ -508,14 +511,14 @@ class AccumulatingModel(keras.Model):
         def fit(self, *args, **kwargs) -> keras.callbacks.History:
             """Trains as `keras.Model.fit`; a cycle ends with its epoch.
 
-            What becomes of a short last cycle is the `remainder` of `compile`.
-            It ends before validation and before any other callback sees the end
-            of the epoch. An error in a step forgets it, as a note on it says.
+            `remainder` of `compile` decides about a short last cycle. It ends
+            before validation and before any other callback sees the end of the
+            epoch. An error in a step drops the pending cycle, and says so in a
+            note.
 
             Args:
-                *args: As in `keras.Model.fit`. `batch_size` is the samples in a
-                    batch, which `micro_batch_size` splits, and `accum_steps`
-                    counts. It defaults to 32.
+                *args: As in `keras.Model.fit`. `batch_size` (default 32): the
+                    samples in a batch, which `micro_batch_size` splits.
                 **kwargs: As in `keras.Model.fit`.
 
             Returns:
