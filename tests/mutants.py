@@ -75,6 +75,10 @@ no wait for the gradients of a nested function
     _waits: call map => values
 float8 averaged
     sums.add_scaled: if overwrites => False
+evaluate assigns in each micro-batch
+    loop.run: if trains numbers => False
+what an update moves is as unknown as samples
+    _Assigned.__init__: set updated => []
 gradients of an earlier cycle count
     Engine._clear_cycle: call _clear =>
         self._clear(self._totals, self._count, self._counts, self._phase)
@@ -87,6 +91,10 @@ what divides losses is looked for in each rehearsal
     of_batch: if key known => True
 one weight is taken for all losses
     _may_have_several: return adds => False
+a regularizer is added once for each part of a sum
+    LossWeights.of_losses: if regularized => adds
+it is not told that what divides losses was skipped
+    _say_that_it_skipped: if => False
 each replica has its own divisors
     divisors.of_batch: call sum_over_replicas => [samples, *own.values()]
 a loss is divided by its micro-batch
@@ -194,6 +202,8 @@ what weighs nothing is left out as not finite
 # test_logs.py
 each batch of a cycle is logged by itself
     LossLogs._add: if spans_batches => False
+an accumulator that rests begins the cycle of the logs
+    count_pending: return reduce_max => several[0]._count
 trackers that were reset get back what was pending
     LossLogs._add: set is_reset => tf.constant(False)
 # test_model.py
@@ -325,6 +335,8 @@ what is drawn in a loop is the same in each micro-batch
     Draws._draw_rows: set is_in_loop => False
 a batch that is left out counts for the rows
     leave_out: set kept => tf.constant([1, 1, 1], tf.int64)
+a player that rests leaves out what the others drew
+    Collector.end: set is_added => tf.reduce_all(are_added)
 seeds that others use are put back
     Seeds._used: if isdisjoint => True
 a function that was traced before draws the same again
@@ -343,6 +355,8 @@ targets may differ in length
 what takes a resource is harmless
     refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
+a model is trained before its layers are built
+    _prepare_to_accumulate: set is_built => model.built
 a rehearsal draws from the seeds of the model
     rehearse.trace_alone: call own_draws => hooks.silenced()
 # test_rematerialization.py
@@ -407,7 +421,7 @@ a normalization that trains in evaluate is not seen
     TracedModel._call_model: call trained_norms => ({} if is_training else [])
 # test_traces.py
 a function in a step that was traced before counts nothing
-    Collector.end: if => False
+    Collector.end: if is_in_step => False
 # test_trim_padding.py test_trim_padding_told.py
 samples stay in the order in which they are fed
     Ordered.__init__: set order => tf.range(tf.size(lengths))
