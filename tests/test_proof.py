@@ -188,6 +188,15 @@ def rounded(x):
 
 
 BENT = {
+    "a term for each sample": lambda b: (
+        mean(errors(b)) + total(tf.zeros_like(b.y)[:, 0] + b.kernel[0])
+    ),
+    "a term by the number of samples": lambda b: (
+        mean(errors(b)) + total(b.kernel**2) / count(b.y)
+    ),
+    "a sum and a term": Program(
+        lambda b: total(errors(b)) + total(b.kernel**2), lambda b: None
+    ),
     "a sum, for each that is chosen": lambda b: mean(
         tf.where(b.y[:, 0, 0] > 0, total(errors(b)), 0.0)
     ),
@@ -351,9 +360,6 @@ UNKNOWN = {
         lambda b: over(b, tf.cast(drawn(b), "float32")),
         lambda b: total(tf.cast(drawn(b), "float32")),
     ),
-    "M4: zeros": lambda b: (
-        mean(errors(b)) + total(tf.zeros_like(b.y)[:, 0] + b.kernel[0])
-    ),
     "M5": m5,
     "M6": Program(
         lambda b: over(b, tf.cast(tf.cast(b.y, bool), "float32")),
@@ -508,9 +514,6 @@ UNKNOWN = {
         lambda b: total(errors(b)) * by_masks(b), lambda b: total(masks(b))
     ),
     # Terms of the batch.
-    "a term by the number of samples": lambda b: (
-        mean(errors(b)) + total(b.kernel**2) / count(b.y)
-    ),
     "a sum and what is shared": Program(
         lambda b: total(errors(b)) + 1.0, lambda b: None
     ),

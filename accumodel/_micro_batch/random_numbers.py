@@ -107,8 +107,12 @@ class RandomNumbers:
 
     def leave_out(self, is_added):
         """Lets the last fed batch be as if it was not fed, unless it counts."""
-        kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
-        self._on_replicas(lambda: self.fed.assign(self.fed * kept))
+
+        def leave_out_on_replica(is_added):
+            kept = tf.stack([1, tf.cast(is_added, tf.int64), 1])
+            self.fed.assign(self.fed * kept)
+
+        self._on_replicas(leave_out_on_replica, is_added)
 
     def begin_next_cycle(self, after):
         """Ends a cycle that made an update, when the tensors `after` exist."""
@@ -134,10 +138,10 @@ class RandomNumbers:
 
         self._on_replicas(forget_on_replica)
 
-    def _on_replicas(self, change):
+    def _on_replicas(self, change, *args):
         """Changes the seeds on each replica, if anything is drawn."""
         if self.accumulation.made.assigned["seeds"] or self._counts:
-            replicas.on_each_replica(change)
+            replicas.on_each_replica(change, *args)
 
     def _begin_next(self):
         self.fed.assign([0, 0, self.fed[2] + 1])
