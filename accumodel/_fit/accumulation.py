@@ -102,6 +102,7 @@ class Training:
     # Functions that find what divides the losses of a fed batch, by its specs,
     # while a function is called: a rehearsal and the step share them.
     divisors: dict = dataclasses.field(default_factory=dict)
+    has_divisors: bool = False  # whether there were any
 
 
 class Accumulation:

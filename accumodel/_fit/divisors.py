@@ -61,6 +61,7 @@ def _find(plan, data, key):
     found = rehearsal.rehearse(plan.model, divide, *rehearsal.specs_of(data))
     if found.error is None:
         has_several = bool(found.function.structured_outputs)
+        training.has_divisors |= has_several
         training.divisors[key] = (
             graphs.lifted(found.function) if has_several else None
         )

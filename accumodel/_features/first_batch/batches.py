@@ -132,8 +132,8 @@ class FirstBatch(Feature):
         What divides them is computed before it is known what is skipped.
         """
         accumulation = self.accumulation
-        has_several = any(accumulation.training.divisors.values())
-        if has_several and accumulation.model.skipped_steps:
+        has_divisors = accumulation.training.has_divisors
+        if has_divisors and accumulation.model.skipped_steps:
             self.verdict.take_back(messages.SKIPPED)
 
     # -- the trace of the training ---------------------------------------------
