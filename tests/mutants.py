@@ -78,7 +78,7 @@ float8 averaged
 evaluate assigns in each micro-batch
     loop.run: if trains numbers => False
 what an update moves is as unknown as samples
-    _Assigned.__init__: set updated => []
+    _Assigned._updated: set moved => []
 gradients of an earlier cycle count
     Engine._clear_cycle: call _clear =>
         self._clear(self._totals, self._count, self._counts, self._phase)
@@ -356,7 +356,7 @@ what takes a resource is harmless
     refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
 a model is trained before its layers are built
-    _prepare_to_accumulate: set is_built => model.built
+    _prepare_to_accumulate: set is_whole is_built => True
 a rehearsal draws from the seeds of the model
     rehearse.trace_alone: call own_draws => hooks.silenced()
 # test_rematerialization.py

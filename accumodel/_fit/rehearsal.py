@@ -272,14 +272,14 @@ def _is_needed(plan, trains, data):
     has_trackers = private_names.has_trackers(model, y)
     # No variables can be made where it is recorded what is assigned.
     records = any(feature.runs_again for feature in plan.features)
-    needs_model = plan.whole_batch or plan.orders or _is_on_replica(model)
+    needs_model = plan.whole_batch or plan.orders or is_on_replica(model)
     is_missing = needs_model and not private_names.is_built(model)
     return (trains and is_size_known) or (
         records or is_missing or not has_trackers
     )
 
 
-def _is_on_replica(model):
+def is_on_replica(model):
     with replicas.scope_of(model.distribute_strategy):
         return tf.distribute.has_strategy()
 

@@ -96,8 +96,10 @@ def _prepare_to_accumulate(accumulation):
     # before the loop, in which no replica can wait for the others.
     is_split = model.micro_batch_size is not None
     is_first = is_split and not [*accumulation.accumulators]
-    is_built = private_names.is_built(model)
-    if is_built and (is_first or not accumulation.overrides("train_step")):
+    # `build` may leave layers for later, but Keras builds all under a strategy.
+    is_whole = rehearsal.is_on_replica(model) or private_names.is_built(model)
+    is_whole &= model.built
+    if is_whole and (is_first or not accumulation.overrides("train_step")):
         optimizers.build_optimizer(model)
         accumulation.accumulators.make_own(
             accumulation.options, accumulation.made.numbers

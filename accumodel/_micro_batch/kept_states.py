@@ -17,6 +17,7 @@ where their number is not known, as in `sample_axes`.
 """
 
 import contextlib
+import functools
 
 import tensorflow as tf
 
@@ -128,16 +129,18 @@ class _Assigned:
     """What one micro-batch assigns of the weights of a model."""
 
     def __init__(self, model):
-        self._graph = micro_batches.current_graph()
-        with hooks.not_cast():
-            # What an update moves, which is the same in all micro-batches.
-            optimizer = getattr(model, "optimizer", None)
-            updated = getattr(optimizer, "variables", [])
-            self._updated = _handles([*model.trainable_variables, *updated])
-            self._known = _handles(model.weights) | self._updated
+        self._model, self._graph = model, micro_batches.current_graph()
         # By the ids of variables: these, their values before, and the ids of
         # the handles of all that they are computed of.
         self._notes: dict = {}
+
+    @functools.cached_property
+    def _updated(self):
+        """What an update moves, which is the same in all micro-batches."""
+        optimizer = getattr(self._model, "optimizer", None)
+        moved = getattr(optimizer, "variables", [])
+        with hooks.not_cast():
+            return _handles([*self._model.trainable_variables, *moved])
 
     def record_sources(self, variable, value, step, is_known):
         """Notes what is about to be assigned in a step."""
@@ -160,11 +163,14 @@ class _Assigned:
 
     def of_no_sample(self):
         """Returns pairs of a variable that no sample changes, and its value."""
+        if not self._notes:
+            return []
+        all_known = _handles(self._model.weights) | self._updated
         alike, count = self._notes, None
         while len(alike) != count:  # what is computed of others, is as they are
             count = len(alike)
             others = [v for k, (v, *_) in self._notes.items() if k not in alike]
-            known = self._known - _handles(others)
+            known = all_known - _handles(others)
             alike = {k: v for k, v in alike.items() if v[2] <= known}
         return [(variable, before) for variable, before, _ in alike.values()]
 
