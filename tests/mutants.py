@@ -76,7 +76,7 @@ no wait for the gradients of a nested function
 float8 averaged
     sums.add_scaled: if overwrites => False
 evaluate assigns in each micro-batch
-    loop.run: if trains numbers => False
+    loop.run: if trains is_tested_apart => False
 what an update moves is as unknown as samples
     _Assigned._updated: set moved => []
 gradients of an earlier cycle count
@@ -356,7 +356,7 @@ what takes a resource is harmless
     refuse_assignments: call _takes_resource => False
 # test_rehearsal.py
 a model is trained before its layers are built
-    _prepare_to_accumulate: set is_whole is_built => True
+    _prepare_to_accumulate: set is_whole is_built => model.built
 a rehearsal draws from the seeds of the model
     rehearse.trace_alone: call own_draws => hooks.silenced()
 # test_rematerialization.py

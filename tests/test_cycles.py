@@ -190,6 +190,27 @@ def test_what_evaluate_assigns_is_assigned_once_for_each_batch(run_eagerly):
     assert model.tested == pytest.approx(plain.tested, rel=1e-5)
 
 
+class CountsInTraining(Counts):
+    def call(self, inputs, training=False):
+        return super().call(inputs) if training else inputs
+
+
+def test_evaluate_in_mid_cycle_leaves_pending_states_alone():
+    x, y = normal((16, 3), (16, 2))
+
+    def run(base, **kwargs):
+        layer = CountsInTraining()
+        model = chain(base, (3,), layer, keras.layers.Dense(2))
+        compiled(model, "sgd", "mse", **kwargs)
+        size = 16 // kwargs.get("accum_steps", 1)
+        for begin in range(0, 16, size):
+            model.train_on_batch(x[begin : begin + size], y[begin:][:size])
+            model.evaluate(x, y, 8, verbose=0)
+        return model
+
+    check_exact(run, {"accum_steps": 2, "micro_batch_size": 3})
+
+
 class Anneals:
     """Moves a state by what an update moves, and trains by it."""
 

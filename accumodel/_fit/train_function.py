@@ -97,8 +97,9 @@ def _prepare_to_accumulate(accumulation):
     is_split = model.micro_batch_size is not None
     is_first = is_split and not [*accumulation.accumulators]
     # `build` may leave layers for later, but Keras builds all under a strategy.
-    is_whole = rehearsal.is_on_replica(model) or private_names.is_built(model)
-    is_whole &= model.built
+    is_whole = private_names.is_built(model) or (
+        model.built and rehearsal.is_on_replica(model)
+    )
     if is_whole and (is_first or not accumulation.overrides("train_step")):
         optimizers.build_optimizer(model)
         accumulation.accumulators.make_own(

@@ -61,10 +61,9 @@ class KeptStates:
 
         def assign(original, variable, value):
             step = micro_batches.current_step()
-            is_own = id(variable) in weights
-            # In `evaluate` there is no collector.
-            is_part = step and (step.collector or step.plan.is_split)
-            if is_own and is_part:
+            if step is None or id(variable) not in weights:
+                return original(variable, value)
+            if step.collector is not None or is_tested_apart(step.plan):
                 is_known = id(variable) in self._kept
                 assigned.record_sources(variable, value, step, is_known)
             return original(variable, value)
@@ -123,6 +122,11 @@ class KeptStates:
         """Leaves the states as they were when the cycle began."""
         for _, _, is_new in self._kept.values():
             is_new.assign(False)
+
+
+def is_tested_apart(plan):
+    """Whether a tested batch is split, and no cycle can be pending."""
+    return plan.is_split and not plan.accumulation.spans_batches
 
 
 class _Assigned:

@@ -13,7 +13,7 @@ import contextlib
 import tensorflow as tf
 
 from accumodel._keras_and_tf import hooks
-from accumodel._micro_batch import micro_batches, random_numbers
+from accumodel._micro_batch import kept_states, micro_batches, random_numbers
 from accumodel._micro_batch.logs import LossLogs
 
 
@@ -106,7 +106,7 @@ def run(plan, function, data, collector=None):
             output_shapes=[spec.shape for spec in flat],
         )
         logs = tf.nest.pack_sequence_as(specs, values)
-    if not trains and plan.numbers is not None:
+    if not trains and kept_states.is_tested_apart(plan):
         plan.accumulation.training.states.assign_new()
     return logs
 
