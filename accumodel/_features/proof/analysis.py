@@ -181,8 +181,8 @@ class Analysis:
         return self._names.setdefault(key, f"D{len(self._names)}")
 
     def _refused(self, op, error):
-        place, _, _ = (self._scope + op.name).rpartition("/")
-        place = place.removeprefix(self._loop).strip("/") or self._root
+        place = (self._scope + op.name).removeprefix(f"{self._loop}/")
+        place = place.rpartition("/")[0] or self._root
         reason = f"`{op.type}` of {error} in `{place}`"
         return Type("T", why=error.proof._replace(reason=reason))
 
